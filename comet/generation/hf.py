@@ -12,7 +12,8 @@ from torch import Tensor
 from comet.config import SpeculationConfig, require
 from comet.generation.engine import Engine, draft_routers
 from comet.generation.text import TokenizerCodec
-from comet.integrations.hf.modules import CometExperts, drafting_gate, router_beside, routing_config
+from comet.integrations.hf.families import moe_config
+from comet.integrations.hf.modules import CometExperts, drafting_gate, router_beside
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import stored_paths
 from comet.utils.graphs import WARM_CALLS, GraphMode
@@ -22,7 +23,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
 def open_codec(folder: Path) -> TokenizerCodec:
     """The tokenizer of a model's folder."""
-    from comet.integrations.hf.families import end_ids, read_config, read_generation_config, require_transformers
+    from comet.integrations.hf.families import require_transformers
+    from comet.integrations.hf.settings import end_ids, read_config, read_generation_config
 
     require_transformers()
     from transformers import AutoTokenizer
@@ -72,9 +74,9 @@ class HFEngine(Engine):
                 raise NotImplementedError(
                     f"speculate must be 'off' for models with {others} in their cache: tokens cannot be taken back"
                 )
+            moe = moe_config(model.config)
+            self._drafts = draft_routers([router_beside(model, name, moe) for name in named], speculation)
             self._gates = [drafting_gate(model, name) for name in named]
-            config = routing_config(model.config)
-            self._drafts = draft_routers([router_beside(gate, config) for gate in self._gates], speculation)
         self._decoder: StaticDecoder | None = None
         self._shape = (0, 0)
         self._most_places = 0

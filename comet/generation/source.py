@@ -68,20 +68,14 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
-    from comet.integrations.hf.families import (
-        context_of,
-        moe_config,
-        num_moe_layers,
-        read_config,
-        require_transformers,
-        shared_ffn_size,
-    )
-    from comet.integrations.hf.loading import holds_block_fp8
+    from comet.integrations.hf.families import Family, require_transformers
+    from comet.integrations.hf.settings import context_of, read_config
+    from comet.integrations.hf.stored import holds_block_fp8
 
     require_transformers()
     config = read_config(folder)
-    moe = moe_config(config)
-    holds_block_fp8(config)  # refuses other quantisations before a rank starts
+    family = Family.of_config(config)
+    holds_block_fp8(config, may_be_mxfp4=family.interleaved)  # refuses other quantisations before a rank starts
     return ModelConfig(
         name=str(config.model_type),
         vocab_size=max(config.vocab_size, NUM_BYTE_VALUES),
@@ -91,6 +85,6 @@ def _hf_model(folder: Path) -> ModelConfig:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None),
-        dense_layers=config.num_hidden_layers - num_moe_layers(config),
-        moe=replace(moe, shared_ffn_size=shared_ffn_size(config)),
+        dense_layers=config.num_hidden_layers - len(family.experts),
+        moe=replace(family.moe, shared_ffn_size=family.shared_ffn_size),
     )

@@ -22,7 +22,7 @@ from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
-from comet.integrations.hf.families import num_moe_layers
+from comet.integrations.hf.families import Family
 from comet.integrations.hf.static import StaticDecoder
 from comet.jobs.generate import GenerateConfig
 from comet.launch.config import compose, default_ranks
@@ -194,7 +194,7 @@ def test_layers_with_experts_are_counted(family):
     config = tiny_config(family, **changes)
     with torch.device("meta"):
         names = dict(AutoModelForCausalLM.from_config(config).named_modules())
-    assert num_moe_layers(config) == sum(name.endswith(".experts") for name in names)
+    assert len(Family.of_config(config).experts) == sum(name.endswith(".experts") for name in names)
 
 
 WIDE = replace(MODEL, moe=replace(MOE, num_experts=8))

@@ -20,14 +20,16 @@ from comet.config import DIM_MULTIPLE, require
 from comet.decode.runners import DECODE_TOKENS, LocalRunner
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.families import (
-    MADE_WITH,
-    activation_name,
+    FLAGS,
     asks_registry,
+    check_arithmetic,
     check_experts,
-    check_kind,
+    check_flags,
+    is_interleaved,
     require_transformers,
 )
 from comet.integrations.hf.fp8 import kept_weights, run_kept
+from comet.integrations.hf.modules import operands
 from comet.integrations.hf.stored import (
     BLOCK_FP8,
     INDEX_FILE,
@@ -38,19 +40,14 @@ from comet.integrations.hf.stored import (
     open_checkpoint,
     some,
 )
-from comet.kernels.runtime.activation import Activation
-from comet.layout import Biases, ExpertLayout, RoutedTokens
+from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layout import ExpertLayout, RoutedTokens
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
-from comet.utils.autocast import alike
 
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
-# Attribute for the kind of a module that was checked: a check takes as long as a launch.
-_ACTIVATIONS: dict[str | None, Activation] = {name: Activation(name) for name in ("swiglu", "geglu", "reglu")}
-_CHECKED = "_comet_checked"
-# Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
-_BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
+_CHECKED = "_comet_checked"  # attribute for the kind of a module that was checked, and its activation
 _CONFIG = "config.json"
 _SCALE_NAMES = (".weight_scale_inv", ".scale", ".qscale_weight")  # instead of ".weight"
 _RULE = "comet.integrations.hf.load_pretrained(folder) dequantises block FP8, with keep_fp8=True it keeps the experts"
@@ -89,7 +86,7 @@ def check_named(model: nn.Module) -> None:
         if hasattr(module, "gate_up_proj_scale_inv"):
             check_fp8_experts(module, name)
         else:
-            check_experts(module, name, tuple(MADE_WITH))
+            check_experts(module, name)
 
 
 @torch.compiler.disable
@@ -101,22 +98,11 @@ def comet_experts_forward(
     Ids of ``top_k_index (T, K)`` from E on are experts of other ranks, which contribute nothing.
     """
     module: Any = experts
-    kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None)
-    if module.__dict__.get(_CHECKED) != kind:
-        check_experts(module, _NAME, tuple(MADE_WITH))
-        check_dequantized(module.config)
-        module.__dict__[_CHECKED] = kind
+    activation, interleaved = _checked_activation(module), is_interleaved(module)
     _, *sizes = module.down_proj.shape  # warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks
     takes_steps = not any(size % DIM_MULTIPLE for size in sizes)
-    top_k, interleaved = top_k_index.shape[1], gpt_oss.is_gpt_oss(module)
-    w1, w2, b1, b2 = module.gate_up_proj, module.down_proj, None, None
-    if interleaved:
-        activation, b1, b2 = gpt_oss.activation_of(module), module.gate_up_proj_bias, module.down_proj_bias
-        w1, w2 = gpt_oss.turned(module, in_step=takes_steps and gpt_oss.is_step(hidden_states, DECODE_TOKENS))
-    else:
-        activation = _ACTIVATIONS[activation_name(module.act_fn)]
-    tokens, (w1, w2, b1, b2) = alike(hidden_states, w1, w2, b1, b2)
-    biases = Biases(b1, b2) if interleaved else None
+    top_k, in_step = top_k_index.shape[1], takes_steps and gpt_oss.is_step(hidden_states, DECODE_TOKENS)
+    tokens, w1, w2, biases = operands(module, hidden_states, in_step=in_step)
     routed = RoutedTokens(tokens, _local_ids(module, top_k_index), top_k_weights.float())
     if takes_steps:
         output = LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)
@@ -124,6 +110,17 @@ def comet_experts_forward(
         layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
         output = plain_experts(routed, w1, w2, layout, None, activation, biases, interleaved=interleaved)
     return output.to(hidden_states.dtype)
+
+
+def _checked_activation(module: Any) -> Activation:
+    """The activation of experts, which are checked at their first call and when they became others."""
+    kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None), module.__dict__.get("_apply_gate")
+    checked = module.__dict__.get(_CHECKED, (None, SWIGLU))
+    if checked[0] != kind:
+        checked = module.__dict__[_CHECKED] = kind, check_experts(module, _NAME)
+        check_dequantized(module.config)
+    activation: Activation = checked[1]
+    return activation
 
 
 @torch.compiler.disable
@@ -147,18 +144,16 @@ def _checked_slots(experts: Any) -> Tensor:
 
 def check_fp8_experts(experts: Any, name: str) -> None:
     """Raise ``ValueError`` unless a module called ``name`` is FP8 experts of transformers that Comet can compute."""
-    from transformers.integrations.finegrained_fp8 import FP8Experts
-
-    check_kind(experts, name, FP8Experts)
+    check_flags(experts, name, FLAGS)
     block = (FP8_BLOCK, FP8_BLOCK)
     found = {
         "weight_block_size": (tuple(experts.block_size or ()), block),
         "activation_scheme": (experts.activation_scheme, "dynamic"),
         "dtype": (experts.gate_up_proj.dtype, torch.float8_e4m3fn),
-        **{field: (getattr(experts, field, None), None) for field in _BENDS},
     }
     for field, (value, wanted) in found.items():
         require(value == wanted, f"{field}={value} of {name} must be {wanted}; {_RULE}")
+    check_arithmetic(experts, name, [SWIGLU], ("eager",))  # The other implementations are kernels for a GPU.
     scales, ffn_size = experts.gate_up_proj_scale_inv.dtype, experts.down_proj.shape[2]
     known = tuple(SCALE_DTYPES.values())
     require(scales in known, f"scales of dtype {scales} of {name} must be one of {known}; {_RULE}")

@@ -19,14 +19,12 @@ from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, R
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.families import (
-    SHARED,
-    SHARED_FIRST,
-    activation_name,
-    is_stock,
-    moe_config,
+    ADAPTED,
+    Family,
+    asks_registry,
+    block_of,
     require_transformers,
-    shared_ffn_size,
-    stock_experts,
+    shared_expert,
 )
 from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.modules import CometExperts
@@ -39,8 +37,6 @@ from comet.quantization.formats import FP8_BLOCK
 from comet.reference.layer import shard_experts
 from comet.utils.graphs import is_capturing
 from comet.utils.uncompiled import uncompiled
-
-ADAPTED = ".base_layer"  # ends the name of experts whose parameters have adapters of PEFT
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int | None = None) -> nn.Module:
@@ -55,21 +51,22 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     the experts. Sampling needs the same seed on all ranks.
 
     Args:
-        model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3 or gpt-oss.
+        model: A transformers model whose experts are gated, as almost all are; others are refused by name.
         group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and device;
             ``None``: this rank alone.
         decode_tokens: Most tokens of one call that take warp decode; more take the group's path. ``None``: 64, or 0
             where a rank's slices of experts are too narrow for it.
     """
     require_transformers()
-    stock = stock_experts(model)
+    family = Family.of(model)
+    stock = {name: model.get_submodule(name) for name in family.experts}
     if group is not None:
         dtype, device = group.workspace.shape.dtype, group.device
         for name, experts in stock.items():
             weight: Any = experts.gate_up_proj
             require(weight.dtype == dtype, f"dtype={weight.dtype} of {name} must be the group's {dtype}")
             require(weight.device == device, f"device={weight.device} of {name} must be the group's {device}")
-    place = Place.create(model.config, group, decode_tokens)
+    place = Place.create(family, group, decode_tokens)
     adapted = [name for name in stock if place.layout.world_size > 1 and name.endswith(ADAPTED)]
     rule = "must be merged (merge_and_unload) before a model is converted over several ranks, each with a part of them"
     require(not adapted, f"adapters of {', '.join(adapted[:1])} and {len(adapted) - 1} more {rule}")
@@ -93,7 +90,7 @@ def check(model: nn.Module) -> None:
     runners = _runners(model)
     if not runners:
         check_named(model)
-    left = [name for name, each in model.named_modules() if runners and hasattr(each, "is_concatenated")]
+    left = [name for name, each in model.named_modules() if runners and asks_registry(each)]
     require(not left, f"{', '.join(left)} must be experts of Comet, as the others of the model are: convert it again")
     cores = cores_of(model)
     if cores is not None:
@@ -131,9 +128,8 @@ class Place:
 
     layout: ExpertLayout  # its part of them
     runner: Runner  # computes them, for all layers
-    family: str  # the model's model_type
-    shared_names: tuple[str, str | None] | None  # of a block's shared expert and its gate, if the family has them
-    shared_columns: int  # what the shared expert adds to K in decode steps; 0: it is not part of them
+    family: Family
+    shared_columns: int  # K of decode steps grows by so much where they include the shared expert; else 0
     num_pieces: int  # pieces of the shared expert that this rank holds for them
     keep_fp8: bool = False  # whether its experts are kept in block FP8
     in_store: bool = False  # whether its experts are in a store that is opened after the model was made
@@ -142,35 +138,33 @@ class Place:
     @classmethod
     def create(
         cls,
-        config: Any,
+        family: Family,
         group: ExpertGroup | None,
         decode_tokens: int | None = None,
         *,
         keep_fp8: bool = False,
         in_store: bool = False,
     ) -> Place:
-        """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
-        moe = moe_config(config)
+        """This rank's place among the experts of a family's models; raises ``ValueError`` as above."""
+        moe = family.moe
         layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
         width = moe.ffn_size // layout.tp
         whole = multiple_of(
             FP8_BLOCK if keep_fp8 else 1, "keep_fp8=True: a rank holds whole blocks, each with its scale"
         )
         check_values(whole, **{"ffn_size / tp": width})
-        shared = shared_ffn_size(config)
+        shared = family.shared_ffn_size
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
-        in_turn = config.model_type == gpt_oss.FAMILY and not in_store
+        in_turn = family.interleaved and not in_store
         if group is None:
             most = DECODE_TOKENS if decode_tokens is None else decode_tokens
             runner: Runner = LocalRunner(moe.top_k + columns, most, activation=moe.activation, interleaved=in_turn)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns, interleaved=in_turn)
-        names = SHARED.get(config.model_type)
         return cls(
             layout=layout,
             runner=runner,
-            family=config.model_type,
-            shared_names=names,
+            family=family,
             shared_columns=columns,
             num_pieces=len(held_pieces(layout, width, shared)) if columns else 0,
             keep_fp8=keep_fp8,
@@ -186,16 +180,12 @@ class Place:
         """Put this rank's part of a model's stock experts in their place, next to their block's shared expert."""
         experts = self.take(stock)
         model.set_submodule(name, experts)
-        if self.shared_names is None or not self.shared_columns:
+        if not self.shared_columns:
             return
-        # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
-        while name and not is_stock(model.get_submodule(name), self.family):  # PEFT wraps experts that have adapters
-            name = name.rpartition(".")[0]
-        block = model.get_submodule(name)
-        shared = getattr(block, self.shared_names[0], None)
-        if shared is not None and is_stock(shared, self.family) and activation_name(shared.act_fn) == "swiglu":
-            comes_first = self.family in SHARED_FIRST
-            experts.join(block, self.shared_names, self.shared_columns, self.clock, comes_first=comes_first)
+        block, child = block_of(model, name)
+        shared = shared_expert(block, child, self.family.moe.activation)
+        if shared is not None and shared == self.family.shared:  # another one stays outside of decode steps
+            experts.join(block, shared, self.shared_columns, self.clock)
 
     @torch.no_grad()
     def take(self, stock: nn.Module) -> CometExperts:

@@ -1,61 +1,89 @@
-"""The Hugging Face model families Comet runs, and the checks that a model, module or configuration is one of them.
+"""The MoE layers of a transformers model, as its own modules describe them.
 
-transformers' decorator records flags on an experts module, but a class may define its gate, or all of its forward pass,
-itself: DeepSeek-V4 clamps before the gate, and no flag says so. So what a class defines or inherits is compared with
-the methods of Mixtral's experts. The gate is one function for all classes; each has its own copy of the eager loop.
+transformers' decorator records how an experts module lays its weights out, but not its arithmetic: DeepSeek-V4 clamps
+before the gate, and no flag says so. So the forward pass of each module runs on a few numbers, in float64 on the CPU,
+and must answer as Comet's reference does. Blocks are asked in the same way what they do with their shared expert.
+
+Letters: E experts, D hidden size, F hidden columns of an expert, K experts of a token.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
-import inspect
-import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
-from comet.integrations.hf import gpt_oss
-from comet.kernels.runtime.activation import ActivationName
+from comet.integrations.hf.samples import UNFIT, close, filled, sample_rows, samples, twin
+from comet.integrations.hf.settings import explained, read_config
+from comet.kernels.runtime.activation import Activation
+from comet.layout import Biases
+from comet.reference.layer import reference_experts
 from comet.utils.hooks import HOOKS
 
-# model_type -> the configuration fields that hold E and F.
-FAMILIES = {
-    "mixtral": ("num_local_experts", "intermediate_size"),
-    "qwen2_moe": ("num_experts", "moe_intermediate_size"),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
-    gpt_oss.FAMILY: ("num_local_experts", "intermediate_size"),
-}
 # Fields of a configuration that transformers does not read, with the only value it routes by.
 ROUTED_BY = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
-ADAPTER = "adapter_config.json"
-# Fields that transformers would make up where a configuration is cut off.
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok", "vocab_size")
-# model_type -> names, in a MoE block, of its shared expert and of the gate that weighs it, if there is one.
-SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
-SHARED_FIRST = ("qwen2_moe",)  # Blocks of these families call their shared expert before the routed ones.
-ACTIVATIONS = ("silu", "swish")
-OWN_EP = "_is_expert_parallel"  # transformers' own expert parallelism
+# The flags of transformers' decorator, with the only values that Comet computes. Versions before a flag existed record
+# nothing, and have no experts with another value.
+FLAGS = dict(has_gate=True, has_bias=False, has_post_expert_norm=False, is_transposed=False, is_concatenated=True)
+GPT_OSS_FLAGS = FLAGS | dict(has_bias=True, is_transposed=True, is_concatenated=False)
 # Comet's activations of gate and up, with transformers' names of their functions.
 MADE_WITH = {"swiglu": "SiLU", "geglu": "GELU of the tanh form", "reglu": "ReLU"}
-# The flags that transformers' decorator records on every experts module, with the only values that Comet computes.
-# Versions before a flag existed record nothing, and have no experts with another value.
-EXPERT_FLAGS = {
-    "has_gate": True,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-}
-GPT_OSS_FLAGS = EXPERT_FLAGS | {"has_bias": True, "is_transposed": True, "is_concatenated": False}
+ADAPTED = ".base_layer"  # ends the name of experts whose parameters have adapters of PEFT
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of a shared expert
+OWN_EP = "_is_expert_parallel"  # transformers' own expert parallelism
+WIDE, NARROW = 4, 3  # D and F of samples
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The shared expert of a MoE block that adds it to its experts."""
+
+    name: str
+    ffn_size: int
+    gate: str | None  # the child ``(T, D)`` -> ``(T, 1)`` whose sigmoid weighs it; ``None``: it weighs 1
+    comes_first: bool  # whether the block calls it before its experts
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The common shape of a model's MoE layers, each of which was checked."""
+
+    experts: tuple[str, ...]  # names of the experts modules, in the order of layers
+    moe: MoEConfig  # routing stays the model's own and is left out
+    interleaved: bool  # whether weights are gpt-oss's: transposed, gate and up in turn
+    shared: SharedExpert | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Family:
+        """The family of a transformers model with its stock experts; ``ValueError`` if Comet cannot compute them."""
+        found = stock_experts(model)
+        kinds = {name: _moe_of(model, name, activation) for name, activation in found.items()}
+        (first, moe), *_ = kinds.items()
+        for name, other in kinds.items():
+            require(other == moe, f"{name} must have the sizes and activation of {first}, as one group computes both")
+        experts: Any = model.get_submodule(first)
+        shared = None if is_interleaved(experts) else shared_expert(*block_of(model, first), moe.activation)
+        return cls(tuple(found), moe, is_interleaved(experts), shared)
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """The width of the shared expert; 0 where there is none."""
+        return 0 if self.shared is None else self.shared.ffn_size
+
+    @classmethod
+    def of_config(cls, config: Any) -> Family:
+        """The family of models with a configuration, which are made without memory for it."""
+        return cls.of(blueprint(config))
 
 
 def require_transformers() -> None:
@@ -68,267 +96,186 @@ def require_transformers() -> None:
         ) from error
 
 
-def read_config(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
-    """The configuration in a model's folder, with other values of some fields."""
-    from transformers import AutoConfig
-
-    path = Path(folder) / "config.json"
-    _refuse_adapter(path.parent)
-    require(path.is_file(), f"folder={str(folder)!r} must hold a config.json")
-    content = read_settings(path)
-    family = content.get("model_type")
-    require(str(family) in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
-    experts, width = FAMILIES[str(family)]
-    # The number of experts may have a name that transformers gives it in all families.
-    found = content | {experts: content.get(experts, content.get("num_local_experts"))}
-    missing = ", ".join(name for name in (*SIZES, experts, width) if not isinstance(found.get(name), int))
-    require(not missing, f"{path} must hold whole numbers for {missing}, as that of a {family} model does")
-    with _explained(path):
-        config, unknown = AutoConfig.from_pretrained(
-            folder, local_files_only=True, return_unused_kwargs=True, **(changes or {})
-        )
-    names = ", ".join(unknown)
-    require(not unknown, f"{names} must be arguments of load_pretrained or from_pretrained, or fields of {path}")
-    return config
-
-
-def read_generation_config(folder: Path) -> Any:
-    """The defaults of generation in a model's folder; ``None`` where it has none."""
-    from transformers import GenerationConfig
-
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return None
-    end_ids(read_settings(path), str(path))
-    with _explained(path):
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-
-
-def end_ids(settings: Mapping[str, Any], where: str) -> frozenset[int]:
-    """The tokens that end a sequence: ``eos_token_id`` of a configuration, which is a number or a list of them."""
-    found = settings.get("eos_token_id")
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    usable = all(type(each) is int and each >= 0 for each in ids)  # True would be token 1
-    require(usable, f"eos_token_id={found!r:.60} of {where} must be a token's number from 0 on, or a list of them")
-    return frozenset(ids)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ``ValueError`` if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
-        raise ValueError(f"{path} must be JSON, is it complete? {error}") from error
-    require(isinstance(content, dict), f"{path} must hold settings by name, not {content!r:.40}")
-    return dict(content)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Name a file that transformers refuses."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        yield
-    except (TypeError, KeyError, AttributeError, ValueError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} has a value that transformers does not take: {said}") from error
-
-
-def _refuse_adapter(folder: Path) -> None:
-    """Raise ``ValueError`` for the folder of an adapter, which transformers would load with its base model."""
-    path = folder / ADAPTER
-    if path.is_file():
-        base = read_settings(path).get("base_model_name_or_path")
-        raise ValueError(
-            f"folder={str(folder)!r} must hold a whole model, but is an adapter of {base!r} ({ADAPTER}): save the "
-            "merged model (merge_and_unload), or load the base model and add the adapter (peft.PeftModel)"
-        )
-
-
-def check_family(config: Any) -> None:
-    """Raise ``ValueError`` unless Comet runs models of a configuration's family and activation."""
-    family, activation = config.model_type, getattr(config, "hidden_act", None)
-    require(family in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
-    require(activation in ACTIVATIONS, f"hidden_act={activation!r} of the {family} model must be one of {ACTIVATIONS}")
-    for name, only in ROUTED_BY.get(family, {}).items():  # transformers takes other values, and routes as ever
-        value = getattr(config, name, None)
-        require(value in (None, only), f"{name}={value!r} of the {family} model must be {only!r}")
-
-
 def moe_config(config: Any) -> MoEConfig:
     """The shape of a model's MoE layers, for ``make_expert_group``; routing stays the model's own and is left out.
 
     Args:
-        config: Configuration of a supported model, or the folder that holds its ``config.json``.
+        config: Configuration of a model, or the folder that holds its ``config.json``.
     """
     require_transformers()
-    if not hasattr(config, "model_type"):
-        config = read_config(config)
-    check_family(config)
-    experts_field, ffn_field = FAMILIES[config.model_type]
-    of_experts: dict[str, Any] = {}
-    if config.model_type == gpt_oss.FAMILY:
-        of_experts = dict(activation=gpt_oss.activation_of(config), expert_bias=True)
+    return Family.of_config(config if hasattr(config, "model_type") else read_config(config)).moe
+
+
+def blueprint(config: Any) -> Any:
+    """A causal language model of a configuration, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)  # transformers would act
+    with explained(f"the configuration of {config.model_type}"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def stock_experts(model: nn.Module) -> dict[str, Activation]:
+    """The experts modules of a transformers model by name, each of them checked, and their activations."""
+    config: Any = getattr(model, "config", None)
+    require(hasattr(config, "model_type"), f"model={type(model).__name__} must be a transformers model with a config")
+    for field, only in ROUTED_BY.get(config.model_type, {}).items():  # transformers takes others, and routes as ever
+        value = getattr(config, field, None)
+        require(value in (None, only), f"{field}={value!r} of the {config.model_type} model must be {only!r}")
+    found: dict[str, Any] = {name: module for name, module in model.named_modules() if asks_registry(module)}
+    rule = "must hold experts of transformers: it has no MoE layer or is converted already"
+    require(bool(found), f"model={type(model).__name__} {rule}")
+    return {name: _replaceable(module, name) for name, module in found.items()}
+
+
+def _replaceable(module: nn.Module, name: str) -> Activation:
+    """The activation of experts of which nothing is lost when others take their place."""
+    activation = check_experts(module, name)
+    hooked = [each for each in HOOKS if getattr(module, each)]
+    lost = {
+        "must be its class's: it would be lost": ["forward"] if "forward" in vars(module) else [],
+        "must be empty: they would be lost, register them afterwards": hooked,
+        "must not be parametrized: only the present values would stay": getattr(module, "parametrizations", ()),
+        "must be off: it has split the experts already": [OWN_EP] if getattr(module, OWN_EP, False) else [],
+    }
+    for rule, present in lost.items():
+        require(not present, f"{', '.join(present)} of {name} ({type(module).__name__}) {rule}")
+    return activation
+
+
+def _moe_of(model: nn.Module, name: str, activation: Activation) -> MoEConfig:
+    experts: Any = model.get_submodule(name)
+    num_experts, hidden_size, ffn_size = experts.down_proj.shape
+    if is_interleaved(experts):
+        ffn_size, hidden_size = hidden_size, ffn_size
+    modules = block_of(model, name)[0].modules()
+    # A router or its block has K as ``top_k``, which may be another one in each layer.
+    top_k = next((each.top_k for each in modules if hasattr(each, "top_k")), None)
     return MoEConfig(
-        hidden_size=config.hidden_size,
-        ffn_size=getattr(config, ffn_field),
-        num_experts=getattr(config, experts_field),
-        top_k=config.num_experts_per_tok,
+        hidden_size=hidden_size,
+        ffn_size=ffn_size,
+        num_experts=num_experts,
+        top_k=int(top_k or model.config.num_experts_per_tok),  # type: ignore[union-attr, arg-type]
         balance="none",
-        **of_experts,
+        activation=activation,
+        expert_bias=is_interleaved(experts),
     )
 
 
-def num_moe_layers(config: Any) -> int:
-    """Layers of a supported model that have routed experts.
-
-    Example: DeepSeek-V3: 61 layers, the first 3 without: 58.
-    """
-    layers = range(config.num_hidden_layers)
-    if config.model_type == "deepseek_v3":
-        return len(layers[config.first_k_dense_replace :])
-    if config.model_type in ("mixtral", gpt_oss.FAMILY):
-        return len(layers)
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers
-    return sum(layer not in dense and (layer + 1) % step == 0 for layer in layers)
-
-
-def context_of(config: Any) -> int:
-    """Most tokens of a sequence: ``max_position_embeddings``, or more where RoPE scales the trained positions.
-
-    Example: 40,960, and YaRN of factor 4 over 32,768 trained positions, as model cards add it: 131,072.
-    """
-    rope, given = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
-    trained, factor = rope.get("original_max_position_embeddings") or given, rope.get("factor")
-    return max(given, int(trained * factor)) if isinstance(factor, int | float) else given
-
-
-def shared_ffn_size(config: Any) -> int:
-    """F_shared, the width of a supported model's shared expert; 0 where it has none."""
-    if config.model_type == "qwen2_moe":
-        return int(config.shared_expert_intermediate_size)
-    if config.model_type == "deepseek_v3":
-        return int(config.n_shared_experts or 0) * int(config.moe_intermediate_size)
-    return 0
-
-
-def check_experts(experts: nn.Module, name: str, activations: Collection[str] = ("swiglu",)) -> None:
-    """Raise ``ValueError`` unless a module called ``name`` is stock experts that Comet can compute."""
-    check_kind(experts, name, activations=activations)
-    dtype: Any = getattr(experts, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
-    require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
-
-
-_METHODS = ("forward", "_apply_gate", "linear")
-
-
-def check_kind(
-    experts: nn.Module,
-    name: str,
-    like: type[nn.Module] | None = None,
-    activations: Collection[str] = ("swiglu",),
-) -> None:
-    """Raise ``ValueError`` unless experts are gated, gate before up, without extras and as ``like``, or gpt-oss's.
-
-    Args:
-        like: A class that has the methods of the experts' own; ``None``: Mixtral's experts, or gpt-oss's.
-    """
-    flags, is_gpt_oss, kind = EXPERT_FLAGS, like is None and gpt_oss.is_gpt_oss(experts), type(experts)
-    if is_gpt_oss:
-        flags, like = GPT_OSS_FLAGS, gpt_oss.stock_class()
-    for flag, value in flags.items():
-        found = getattr(experts, flag, value)
-        require(found == value, f"{flag}={found} of {name} ({kind.__name__}) must be {value}")
-    known: Any = like or _mixtral_experts()
-    methods = [(method, getattr(kind, method, None), getattr(known, method, None)) for method in _METHODS]
-    # A forward pass of the object's own is around the class's: it is called all the same.
-    others = [method for method, own, wanted in methods if not _same_method(own, wanted)]
-    others += [method for method in _METHODS[1:] if method in experts.__dict__]
-    rule = f"must be as in {known.__name__}: Comet computes the weighted sum of down_proj(act(gate) * up), or gpt-oss's"
-    require(not others, f"{', '.join(others)} of {name} ({kind.__name__}) {rule} experts, and nothing else")
-    activation: Any = getattr(experts, "act_fn", None)
-    rule = f"must be {' or '.join(MADE_WITH[each] for each in activations)}"
-    known = is_gpt_oss or activation_name(activation) in activations
-    require(known, f"act_fn={activation} of {name} ({kind.__name__}) {rule}")
-
-
-def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of a supported transformers model by name, each of them checked."""
-    config: Any = getattr(model, "config", None)
-    require(hasattr(config, "model_type"), f"model={type(model).__name__} must be a transformers model with a config")
-    check_family(config)
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
-    rule = "must hold experts of transformers: it has no MoE layer or is converted already"
-    require(bool(found), f"model={type(model).__name__} {rule}")
-    for name, module in found.items():
-        check_experts(module, name)
-        hooked = [each for each in HOOKS if getattr(module, each)]
-        lost = {
-            "must be its class's: it would be lost": ["forward"] if "forward" in vars(module) else [],
-            "must be empty: they would be lost, register them afterwards": hooked,
-            "must not be parametrized: only the present values would stay": getattr(module, "parametrizations", ()),
-            "must be off: it has split the experts already": [OWN_EP] if getattr(module, OWN_EP, False) else [],
-        }
-        for rule, present in lost.items():
-            require(not present, f"{', '.join(present)} of {name} ({type(module).__name__}) {rule}")
-    return found
-
-
-def activation_name(function: Any) -> ActivationName | None:
-    """Comet's name of experts whose gate goes through this module or function; ``None``: it has none."""
-    return "swiglu" if function is functional.silu else _names_of_forwards().get(_class_forward(function))
-
-
-def is_stock(module: nn.Module, family: str) -> bool:
-    """Whether a module's forward pass is defined in the file that transformers has for a family of models."""
-    return getattr(_class_forward(module), "__module__", None) == f"transformers.models.{family}.modeling_{family}"
+def block_of(model: nn.Module, experts: str) -> tuple[nn.Module, str]:
+    """The MoE block of experts with this name, and their name in it; PEFT wraps experts that have adapters."""
+    while experts.endswith(ADAPTED):
+        experts = experts.removesuffix(ADAPTED)
+    block, _, child = experts.rpartition(".")
+    return model.get_submodule(block), child
 
 
 def asks_registry(module: nn.Module) -> bool:
     """Whether a module's forward pass is that of transformers' decorator, which asks the registry of experts."""
-    return getattr(type(module).forward, "__code__", None) is _mixtral_experts().forward.__code__
+    return hasattr(module, "is_concatenated")
 
 
-def _class_forward(module: Any) -> Any:
-    """The forward pass of a module's class; ``None`` where the module has one of its own, or there is no module."""
-    return None if "forward" in getattr(module, "__dict__", {}) else getattr(type(module), "forward", None)
+def is_interleaved(experts: nn.Module) -> bool:
+    """Whether experts hold their weights as gpt-oss does."""
+    return not getattr(experts, "is_concatenated", True)
 
 
-@cache
-def _mixtral_experts() -> Any:
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    return MixtralExperts
-
-
-@cache
-def _names_of_forwards() -> dict[Any, ActivationName]:
-    """Names of activations by the forward passes of modules; those of GELU are spellings of its tanh form."""
-    from transformers.activations import ACT2FN, SiLUActivation
-
-    spelt: dict[str, ActivationName] = {"gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
-    found = {type(ACT2FN[name]).forward: made for name, made in spelt.items()}
-    return {**found, nn.ReLU.forward: "reglu", nn.SiLU.forward: "swiglu", SiLUActivation.forward: "swiglu"}
+def check_flags(experts: nn.Module, name: str, wanted: dict[str, bool]) -> None:
+    """Raise ``ValueError`` unless transformers recorded these flags of experts."""
+    for flag, value in wanted.items():
+        found = getattr(experts, flag, value)
+        require(found == value, f"{flag}={found} of {name} ({type(experts).__name__}) must be {value}")
 
 
-@cache
-def _same_method(found: Any, known: Any) -> bool:
-    """Whether two functions compute the same, each perhaps within the decorator's function, which must be there."""
-    if found is known or found is None or known is None:
-        return found is known
-    decorator = known.__code__ if hasattr(known, "__wrapped__") else None
-    if decorator is not None and getattr(found, "__code__", None) is not decorator:
+def check_experts(experts: nn.Module, name: str) -> Activation:
+    """The activation of stock experts called ``name``; ``ValueError`` unless Comet computes what they compute."""
+    module: Any = experts
+    check_flags(module, name, GPT_OSS_FLAGS if is_interleaved(module) else FLAGS)
+    kinds = [Activation("swiglu"), Activation("geglu"), Activation("reglu")]
+    if is_interleaved(module):
+        kinds = [Activation("clamped_swiglu", alpha=module.alpha, limit=module.limit)]
+    activation = check_arithmetic(module, name, kinds, ("eager", "batched_mm"))
+    dtype: Any = getattr(module, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
+    require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
+    return activation
+
+
+@torch.no_grad()
+def check_arithmetic(module: Any, name: str, kinds: Sequence[Activation], implementations: Sequence[str]) -> Activation:
+    """The activation by which these implementations of transformers agree with Comet; ``ValueError`` if none does."""
+    num_experts, tokens = min(2, len(module.down_proj)), sample_rows(WIDE)
+    w1, w2 = samples(num_experts, 2 * NARROW, WIDE), samples(num_experts, WIDE, NARROW)
+    one, biases = samples(1, 1, 1)[[0] * num_experts], None
+    held = {"gate_up_proj": w1, "down_proj": w2, "gate_up_proj_scale_inv": one, "down_proj_scale_inv": one}
+    if is_interleaved(module):
+        biases = Biases(samples(num_experts, 2 * NARROW), samples(num_experts, WIDE))
+        held = {"gate_up_proj": _in_turn(w1).mT, "gate_up_proj_bias": _in_turn(biases.b1)}
+        held |= {"down_proj": w2.mT, "down_proj_bias": biases.b2}
+    given = tokens, torch.arange(len(tokens), device="cpu")[:, None] % num_experts, samples(len(tokens), 1).abs()
+    configs = [SimpleNamespace(_experts_implementation=each) for each in implementations]
+    absent = {OWN_EP: False, "has_post_expert_norm": False}  # some versions record neither
+    asked = [twin(module, _parameters=held, config=each, **absent) for each in configs]
+    for activation in kinds:
+        wanted = reference_experts(*given, w1, w2, activation=activation, biases=biases)
+        if all(_answers(each, wanted, *given) for each in asked):
+            return activation
+    known = " or ".join(MADE_WITH.get(each.name, each.name) for each in kinds)
+    rule = f"must compute the weighted sum of down_proj(act(gate) * up), act being {known}, and nothing else"
+    raise ValueError(f"{name} ({type(module).__name__}), with act_fn={getattr(module, 'act_fn', None)}, {rule}")
+
+
+def _answers(asked: Any, wanted: Tensor, *given: Tensor) -> bool:
+    try:
+        with torch.device("cpu"):
+            return close(type(asked).forward(asked, *given), wanted)
+    except UNFIT:
         return False
-    found, known = (
-        inspect.unwrap(each, stop=lambda inner: getattr(inner, "__code__", None) is not decorator)
-        for each in (found, known)
-    )
-    return hasattr(found, "__code__") and _statements(found) == _statements(known) and not found.__code__.co_freevars
 
 
-def _statements(function: Any) -> tuple[Any, ...]:
-    """The statements of a function, without its comments and the names of its variables."""
-    code = function.__code__
-    constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
-    return code.co_code, code.co_names, constants, code.co_argcount, function.__defaults__
+def _in_turn(gate_up: Tensor) -> Tensor:
+    """Rows of gate and up in turn, of ``(E, 2F, ..)`` with gate first."""
+    return gate_up.unflatten(1, (2, NARROW)).transpose(1, 2).flatten(1, 2)
+
+
+def shared_expert(block: nn.Module, experts: str, activation: Activation) -> SharedExpert | None:
+    """The shared expert that a block adds to its experts, if both compute what decode steps do with them."""
+    children: dict[str, Any] = {name: each for name, each in block.named_children() if name != experts}
+    found = [name for name, each in children.items() if all(hasattr(each, part) for part in PROJECTIONS)]
+    altered = [each for each in (block, *map(children.get, found)) if "forward" in vars(each)]
+    if len(found) != 1 or altered or not _projects(children[found[0]], activation):
+        return None
+    (name,) = found
+    gate = next((gate for gate, each in children.items() if getattr(each, "out_features", 0) == 1), None)
+    calls = _calls_of(block, experts, name, gate)
+    if sorted(calls) != sorted((experts, name)):
+        return None
+    return SharedExpert(name, children[name].gate_proj.weight.shape[0], gate, comes_first=calls[0] == name)
+
+
+@torch.no_grad()
+def _projects(shared: Any, activation: Activation) -> bool:
+    """Whether a shared expert is a gated MLP, all but its projections."""
+    w1, w2, tokens = samples(1, 2 * NARROW, WIDE), samples(1, WIDE, NARROW), sample_rows(WIDE)
+    matrices = zip(PROJECTIONS, (*w1[0].chunk(2), w2[0]), strict=True)
+    asked = twin(shared, _modules=shared._modules | {name: partial(linear, weight=each) for name, each in matrices})
+    ids, ones = torch.zeros(len(tokens), 1, dtype=torch.int64, device="cpu"), tokens.new_ones(len(tokens), 1)
+    return _answers(asked, reference_experts(tokens, ids, ones, w1, w2, activation=activation), tokens)
+
+
+@torch.no_grad()
+def _calls_of(block: nn.Module, experts: str, shared: str, gate: str | None) -> list[str]:
+    """The order in which a block calls its experts and its shared expert; none if it does not just add them up."""
+    calls: list[str] = []
+
+    def compute(name: str, factor: int, tokens: Tensor, *_: Tensor) -> Tensor:
+        calls.append(name)
+        return factor * tokens
+
+    modules = {name: filled(each) for name, each in block.named_children() if name not in (experts, shared)}
+    computed = {name: partial(compute, name, factor) for name, factor in ((experts, 3), (shared, 5))}
+    own: Any = block.get_submodule(shared)
+    tokens = samples(1, 3, own.gate_proj.weight.shape[1]).float()
+    weight = 1.0 if gate is None else linear(tokens, modules[gate].weight).sigmoid()
+    asked = twin(block, _parameters={}, _modules=modules | computed)
+    return calls if _answers(asked, 3 * tokens + 5 * weight * tokens, tokens) else []

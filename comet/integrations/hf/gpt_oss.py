@@ -12,56 +12,23 @@ and ``gate_up_proj_scales (E, 2F, D / 32)``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from comet.config import require
 from comet.integrations.hf.stored import BIASES, FUSED, MXFP4, Index, StoredTensor
-from comet.kernels.runtime.activation import Activation
 from comet.layout import ExpertLayout
 from comet.quantization import formats
 from comet.quantization.formats import MX_BLOCK
 from comet.utils.graphs import is_capturing
 
-FAMILY = "gpt_oss"
 _TRAINED = "_comet_trained_"  # with a name, marks whether its gradients came in the stock order of memory
 _CAPTURED = "_comet_captured"  # marks experts that a CUDA graph reads where they are
 logger = logging.getLogger(__name__)
-
-
-def stock_class() -> Any:
-    """transformers' class; ``None`` in versions that have no gpt-oss."""
-    try:
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-    except ImportError:
-        return None
-    return GptOssExperts
-
-
-def is_gpt_oss(experts: nn.Module) -> bool:
-    """Whether experts are gpt-oss's, or of a class that is made of it."""
-    kind = stock_class()
-    return kind is not None and isinstance(experts, kind)
-
-
-def activation_of(source: Any) -> Activation:
-    """Return the activation of a configuration of gpt-oss, or of experts."""
-    alpha = getattr(source, "swiglu_alpha", None) or getattr(source, "alpha", None)
-    limit = getattr(source, "swiglu_limit", None) or getattr(source, "limit", None)
-    return Activation("clamped_swiglu", alpha=alpha, limit=limit)
-
-
-def check_quantisation(config: Any) -> None:
-    """Raise ``ValueError`` unless a configuration says that its folder is in MXFP4, or not quantised at all."""
-    found = getattr(config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
-    rule = "must be 'mxfp4': gpt-oss is read so, or in float32, float16 and bfloat16; dequantise the checkpoint first"
-    require(method in (None, "mxfp4"), f"quant_method={method!r} of quantization_config {rule}")
 
 
 def read_turned(tensors: dict[str, StoredTensor], dtype: torch.dtype, *, gate_first: bool) -> dict[str, StoredTensor]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +26,20 @@ from comet.experts.options import ExpertStoreKind, StoreOptions
 from comet.integrations.hf import gpt_oss
 from comet.integrations.hf.arguments import device_of, take_arguments
 from comet.integrations.hf.convert import Place
-from comet.integrations.hf.families import (
-    moe_config,
-    read_config,
-    read_generation_config,
-    require_transformers,
-    shared_ffn_size,
-    stock_experts,
-)
+from comet.integrations.hf.families import PROJECTIONS, Family, blueprint, require_transformers
+from comet.integrations.hf.naming import Destination, Naming, Part, Tensors
+from comet.integrations.hf.settings import read_config, read_generation_config
 from comet.integrations.hf.stored import (
     ALL,
     BIASES,
     BLOCK_FP8,
     DTYPES,
     FUSED,
-    PARTS,
     SCALES,
     LazyShard,
     StoredTensor,
     dequantized,
-    is_block_fp8,
+    holds_block_fp8,
     join_scales,
     open_checkpoint,
     several,
@@ -59,14 +53,8 @@ STORE_NAMES = {"host_cores", "expert_prefetch"}  # options that are not transfor
 # transformers leaves out what does not fit, and reports it: ``_make`` says so in our words.
 REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
 logger = logging.getLogger(__name__)
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
-_EXPERTS = re.compile(_LAYER.pattern + r"(?:mlp|block_sparse_moe)\.experts\.(.+)$")
-_ONE_EXPERT = re.compile(r"(\d+)\.(\w+)\.weight$")
-# The content of a tensor: gate, up or down of one expert, or (expert None) gate_up_proj, down_proj or a bias of all.
-Part = tuple[str, int | None]
 # Gate, up and down of one expert, or of a slice of it; or both in turn, and down.
 Matrices = tuple[StoredTensor, ...]
-Tensors = dict[str, StoredTensor]
 
 
 def load_pretrained(
@@ -117,21 +105,27 @@ def load_pretrained(
     device = device_of(device, options.pop("device_map", None))
     given = take_arguments(options)
     folder = Path(folder) / (given["subfolder"] or "")
-    config, is_fp8 = _config(folder, given, options, keep_fp8=keep_fp8)
+    config = _config(folder, given, options)
+    stock = blueprint(config)
+    family = Family.of(stock)
+    is_fp8, no_fp8 = holds_block_fp8(config, may_be_mxfp4=family.interleaved), f"config.json of {folder} has no such"
+    require(
+        is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8} quantization_config"
+    )
+    vars(config).pop("quantization_config", None)  # transformers would act
     dtype, device = _settings(config, group, dtype, device)
-    stock_class, modules = _blueprint(config)
-    budget = plan_budget(store, moe_config(config), len(modules), dtype, group.parallel if group else ParallelConfig())
-    place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
+    parallel = group.parallel if group else ParallelConfig()
+    budget = plan_budget(store, family.moe, len(family.experts), dtype, parallel)
+    place = Place.create(family, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     with ExitStack() as files:
-        found = open_checkpoint(folder, files, given["variant"])
-        tensors = {name: tensor for name, tensor in found.items() if _is_taken(name, config, modules)}
-        state, place = state_of(tensors, modules, place, config, dtype, is_fp8=is_fp8)
-        layers = {} if budget is None else take_files(state, modules, dtype, place.layout, keep_fp8=keep_fp8)
+        tensors = open_checkpoint(folder, files, given["variant"])
+        state, place = state_of(tensors, stock, place, dtype, is_fp8=is_fp8)
+        layers = {} if budget is None else take_files(state, family.experts, dtype, place.layout, keep_fp8=keep_fp8)
         made_of = dict(config=config, state_dict=state, dtype=dtype)
-        model, report = _make(stock_class, place, folder, given, made_of, found.keys() - tensors.keys())
+        model, report = _make(type(stock), place, folder, given, made_of)
         model.to(device)
         if budget is not None:
-            open_stores(model, layers, budget, dtype, device, group, files)
+            open_stores(model, layers, budget, family.moe, dtype, device, group, files)
     return (model, report) if given["output_loading_info"] else model
 
 
@@ -142,8 +136,8 @@ def _taken_from(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in STORE_NAMES & options.keys()}
 
 
-def _config(folder: Path, given: dict[str, Any], changes: dict[str, Any], *, keep_fp8: bool) -> tuple[Any, bool]:
-    """The configuration that the model gets, a copy, and whether the checkpoint is in block FP8."""
+def _config(folder: Path, given: dict[str, Any], changes: dict[str, Any]) -> Any:
+    """The configuration that the model gets, a copy."""
     if hasattr(given["config"], "model_type"):
         require(not changes, f"{', '.join(changes)} must be set in config: with config= no argument changes its fields")
         config = copy.deepcopy(given["config"])
@@ -153,10 +147,7 @@ def _config(folder: Path, given: dict[str, Any], changes: dict[str, Any], *, kee
     if "AutoModelForCausalLM" in own:
         refuse("with auto_map in config.json", trust_remote_code=given["trust_remote_code"])
     refuse("in load_pretrained", transformers_weights=file)
-    is_fp8, no_fp8 = holds_block_fp8(config), f"config.json of {folder} has no such quantization_config"
-    require(is_fp8 or not keep_fp8, f"keep_fp8=True must come with a block FP8 checkpoint: {no_fp8}")
-    vars(config).pop("quantization_config", None)  # transformers would act
-    return config, is_fp8
+    return config
 
 
 def _settings(
@@ -175,40 +166,10 @@ def _settings(
     return group.workspace.shape.dtype, group.device
 
 
-def _is_taken(name: str, config: Any, modules: dict[int, str]) -> bool:
-    """Whether a tensor of a checkpoint is of the model, as far as its layer says.
-
-    Example: of 3 layers, ``model.layers.3.mlp.gate.weight`` is of a prediction layer behind the last one.
-    """
-    layer = _LAYER.match(name)
-    if ".experts." in name:
-        return layer is not None and int(layer[1]) in modules
-    return layer is None or int(layer[1]) < config.num_hidden_layers
-
-
-def _blueprint(config: Any) -> tuple[Any, dict[int, str]]:
-    """The model's class, and by layer the names of its experts modules; allocates nothing."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    modules = {}
-    for name in stock_experts(model):
-        layer = re.search(r"\blayers\.(\d+)\.", name)
-        assert layer is not None, f"the experts module {name} is in no layer"
-        modules[int(layer[1])] = name
-    return type(model), modules
-
-
 def _make(
-    stock_class: Any,
-    place: Place,
-    folder: Path,
-    given: dict[str, Any],
-    made_of: dict[str, Any],
-    left_out: Collection[str],
+    stock_class: Any, place: Place, folder: Path, given: dict[str, Any], made_of: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, by ``from_pretrained``, and its report; tensors that were ``left_out`` are part of that.
+    """The model, by ``from_pretrained``, and its report.
 
     What ``from_pretrained`` does with a folder's name is done here: remember it, and read defaults of generation.
     """
@@ -218,8 +179,8 @@ def _make(
     class Sharded(stock_class):  # born with this rank's shards, so that the full experts never exist
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            for name, experts in stock_experts(self).items():
-                place.install(self, name, experts)
+            for name in place.family.experts:
+                place.install(self, name, self.get_submodule(name))
 
     # transformers looks up by name how a class renames the tensors of its checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__"):
@@ -231,8 +192,6 @@ def _make(
         if report.get(kind)
     ]
     require(not problems, f"checkpoint {folder} must hold the tensors of its model: {'; '.join(problems)}")
-    ignored = stock_class._keys_to_ignore_on_load_unexpected or ()  # DeepSeek-V3's prediction layer of 61 layers
-    report["unexpected_keys"] |= {name for name in left_out if not any(re.search(each, name) for each in ignored)}
     if report["unexpected_keys"] and place.layout.rank == 0:
         words = "checkpoint %s holds tensors that the model has no place for, and they are left out: %s"
         logger.warning(words, folder, some(list(report["unexpected_keys"])))
@@ -250,34 +209,29 @@ def _make(
 
 
 def state_of(
-    tensors: Tensors, modules: dict[int, str], place: Place, config: Any, dtype: torch.dtype, *, is_fp8: bool
+    found: Tensors, stock: Any, place: Place, dtype: torch.dtype, *, is_fp8: bool
 ) -> tuple[dict[str, Any], Place]:
     """Return what the model is to load, lazily, with this rank's shards; and the place as ``_add_pieces`` has it.
 
     Args:
-        modules: Name of the experts module of each MoE layer.
+        stock: The model without its values; tensors that it has no place for are left to transformers' report.
     """
-    stored = tensors
+    destination: Callable[[str], Any] = cache(Naming(stock, place.family.experts).destination)
+    stored = {name: tensor for name, tensor in found.items() if destination(name)}
     if is_fp8:
-        stored = join_scales(tensors)
+        stored = join_scales(stored)
         tensors = _dequantised(stored, dtype, place)
     else:
-        narrow = [f"{name} of dtype {tensor.dtype}" for name, tensor in tensors.items()
+        narrow = [f"{name} of dtype {tensor.dtype}" for name, tensor in stored.items()
                   if tensor.is_narrow and ".experts." not in name]  # fmt: skip
         rule = f"must be one of {', '.join(DTYPES)}: config.json has no quantization_config that explains them"
         require(not narrow, f"{some(narrow)} {rule}")
-    if place.family == gpt_oss.FAMILY:
+        tensors = stored
+    if place.family.interleaved:
         tensors = gpt_oss.read_turned(tensors, dtype, gate_first=place.in_store)
-    state = _shard_checkpoint(tensors, modules, moe_config(config), place)
-    return state, _add_pieces(state, stored, modules, place, config)
-
-
-def holds_block_fp8(config: Any) -> bool:
-    """Whether a configuration says that its checkpoint holds block FP8; gpt-oss's may be MXFP4, as its tensors tell."""
-    if config.model_type == gpt_oss.FAMILY:
-        gpt_oss.check_quantisation(config)
-        return False
-    return is_block_fp8(config)
+    state = {name: tensor for name, tensor in found.items() if name not in stored}
+    state |= _shard_checkpoint(tensors, destination, place)
+    return state, _add_pieces(state, {destination(name).target: tensor for name, tensor in stored.items()}, place)
 
 
 def _dequantised(stored: Tensors, dtype: torch.dtype, place: Place) -> Tensors:
@@ -293,16 +247,24 @@ def _dequantised(stored: Tensors, dtype: torch.dtype, place: Place) -> Tensors:
     }
 
 
-def _shard_checkpoint(tensors: Tensors, modules: dict[int, str], moe: MoEConfig, place: Place) -> dict[str, Any]:
+def _shard_checkpoint(tensors: Tensors, destination: Callable[[str], Any], place: Place) -> dict[str, Any]:
     """The tensors that are no experts', and this rank's shards of those that are, all of them checked."""
-    layers, surplus = _sort_by_layer(tensors, set(modules))
+    moe, surplus = place.family.moe, []
+    layers: dict[str, dict[Part, StoredTensor]] = {module: {} for module in place.family.experts}
+    state: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        own: Destination = destination(name)
+        if own.experts is None:
+            state[name] = tensor.copied()
+        elif own.part is None or own.part in layers[own.experts]:
+            surplus.append(name)
+        else:
+            layers[own.experts][own.part] = tensor
     problems = [f"surplus {some(surplus)}"] if surplus else []
-    for layer in modules:
-        problems += _layer_problems(layer, layers[layer], moe, place.keep_fp8)
+    for module, found in layers.items():
+        problems += _layer_problems(module, found, moe, place.keep_fp8)
     require(not problems, f"expert tensors of the checkpoint must be complete and no more: {several(problems)}")
-    state: dict[str, Any] = {name: tensor.copied() for name, tensor in tensors.items() if ".experts." not in name}
-    for layer, module in modules.items():
-        found = layers[layer]
+    for module, found in layers.items():
         state |= _shards(module, _slices(found, moe.ffn_size, place), is_transposed=place.in_turn)
         if place.keep_fp8:
             scales = {part: tensor.scales for part, tensor in found.items() if tensor.scales is not None}
@@ -313,31 +275,7 @@ def _shard_checkpoint(tensors: Tensors, modules: dict[int, str], moe: MoEConfig,
     return state
 
 
-def _sort_by_layer(tensors: Tensors, layers: set[int]) -> tuple[dict[int, dict[Part, StoredTensor]], list[str]]:
-    """The expert tensors of each layer by what they hold, and the names of those that fit nowhere."""
-    found: dict[int, dict[Part, StoredTensor]] = {layer: {} for layer in layers}
-    surplus = []
-    for name, tensor in tensors.items():
-        if ".experts." not in name:
-            continue
-        match = _EXPERTS.match(name)
-        layer, part = (int(match[1]), _part(match[2])) if match else (-1, None)
-        if part is None or layer not in found or part in found[layer]:
-            surplus.append(name)
-        else:
-            found[layer][part] = tensor
-    return found, surplus
-
-
-def _part(rest: str) -> Part | None:
-    """Parse a name: ``7.up_proj.weight`` holds ``("up", 7)``, ``gate_up_proj`` all, ``("gate_up_proj", None)``."""
-    if rest in FUSED + BIASES:
-        return rest, None
-    match = _ONE_EXPERT.match(rest)
-    return (PARTS[match[2]], int(match[1])) if match and match[2] in PARTS else None
-
-
-def _layer_problems(layer: int, found: dict[Part, StoredTensor], moe: MoEConfig, keep_fp8: bool) -> list[str]:
+def _layer_problems(module: str, found: dict[Part, StoredTensor], moe: MoEConfig, keep_fp8: bool) -> list[str]:
     """Say what is wrong with the expert tensors of a layer; nothing for a sound one."""
     count, deep, wide = moe.num_experts, moe.hidden_size, moe.ffn_size
     expected: dict[Part, tuple[int, ...]] = {
@@ -351,7 +289,7 @@ def _layer_problems(layer: int, found: dict[Part, StoredTensor], moe: MoEConfig,
             expected |= {(BIASES[0], None): (count, 2 * wide), (BIASES[1], None): (count, deep)}
     missing = [part if expert is None else f"expert {expert}'s {part}" for part, expert in expected.keys() - found]
     surplus = [found[part].name for part in found.keys() - expected]
-    problems = [f"missing in layer {layer}: {some(missing)}"] if missing else []
+    problems = [f"missing in {module}: {some(missing)}"] if missing else []
     problems += [f"surplus {some(surplus)}"] if surplus else []
     for part in found.keys() & expected:
         name, shape = found[part].name, found[part].shape
@@ -400,19 +338,23 @@ def _shards(
     return {f"{module}.{name}{suffix}": LazyShard(part, is_transposed) for name, part in zip(FUSED, parts, strict=True)}
 
 
-def _add_pieces(state: dict[str, Any], stored: Tensors, modules: dict[int, str], place: Place, config: Any) -> Place:
+def _add_pieces(state: dict[str, Any], stored: Tensors, place: Place) -> Place:
     """Add this rank's pieces of shared experts, which decode steps read in block FP8 with the routed ones.
+
+    Args:
+        stored: By the names that tensors have in the model.
 
     Returns:
         The place as it is, or with shared experts outside of such steps where one is stored otherwise.
     """
-    if not place.keep_fp8 or not place.shared_columns or place.shared_names is None:
+    shared, moe = place.family.shared, place.family.moe
+    if not place.keep_fp8 or not place.shared_columns or shared is None:
         return place
-    width, shape = moe_config(config).ffn_size // place.layout.tp, (shared_ffn_size(config), config.hidden_size)
+    width, shape = moe.ffn_size // place.layout.tp, (shared.ffn_size, moe.hidden_size)
     held, shards = held_pieces(place.layout, width, shape[0]), dict[str, LazyShard]()
-    for module in modules.values():
-        prefix = f"{module.rpartition('.')[0]}.{place.shared_names[0]}"
-        names = [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
+    for module in place.family.experts:
+        prefix = f"{module.rpartition('.')[0]}.{shared.name}"
+        names = [f"{prefix}.{part}.weight" for part in PROJECTIONS]
         matrices = [stored[name] for name in names if name in stored]
         scales = [each.scales for each in matrices if each.scales is not None]
         if len(scales) < len(names) or [each.shape for each in matrices] != [shape, shape, shape[::-1]]:

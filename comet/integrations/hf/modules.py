@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comet.config import MoEConfig, require
+from comet.config import MoEConfig, Score, require
 from comet.decode import DecodeWeights, SequenceClock, SharedMatrices, SharedSlots, joins_step
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.experts.options import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf import gpt_oss
-from comet.integrations.hf.families import moe_config
+from comet.integrations.hf.families import ADAPTED, PROJECTIONS, SharedExpert, block_of
+from comet.integrations.hf.samples import UNFIT, close, samples, twin
+from comet.integrations.hf.stored import BIASES
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.router.router import Router, router_of
 from comet.utils.autocast import alike
@@ -27,8 +30,10 @@ from comet.utils.graphs import is_capturing
 
 logger = logging.getLogger(__name__)
 
-GATE = "gate"  # the router's name in the MoE blocks of all families
-BIAS = "e_score_correction_bias"
+GATES = ("gate", "router")  # names of routers in MoE blocks
+BIAS, _SCALE = "e_score_correction_bias", "routed_scaling_factor"  # names in routers
+SCORES: tuple[Score, ...] = ("softmax", "sigmoid")
+_ROUTES = "by which drafts and prefetch route: set speculate='off', expert_prefetch=false"
 
 
 class StandIn(nn.Module):
@@ -87,49 +92,55 @@ class DraftingGate(StandIn):
         return routing.logits, routing.top_k_weights, routing.top_k_ids.to(torch.int64)
 
 
-def gate_beside(model: nn.Module, experts: str) -> nn.Module:
-    """The router of the MoE block whose experts have this name."""
-    name = f"{experts.rpartition('.')[0]}.{GATE}"
-    try:
-        gate = model.get_submodule(name)
-    except AttributeError:
-        gate = nn.Identity()
-    weight = getattr(gate, "weight", None)
-    rule = "must have a weight (E, D), by which drafts and prefetch route: set speculate='off', expert_prefetch=false"
-    require(isinstance(weight, Tensor) and weight.ndim == 2, f"{name} ({type(gate).__name__}) {rule}")
-    return gate
+def gate_beside(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
+    """The name of the router in the MoE block whose experts have this name, and the router."""
+    block, _ = block_of(model, experts)
+    child = next((name for name, _ in block.named_children() if name in GATES), GATES[0])
+    return f"{experts.removesuffix(ADAPTED).rpartition('.')[0]}.{child}", getattr(block, child, nn.Identity())
 
 
-def routing_config(config: Any) -> MoEConfig:
-    """How models of a supported family route.
+def router_beside(model: nn.Module, experts: str, moe: MoEConfig) -> Router:
+    """A router with the weight and the rule of the gate in the block of these experts, which have this shape.
 
-    Example: DeepSeek-V3 scores by sigmoids, chooses 8 experts in 4 of 8 groups, and scales by 2.5.
+    Example: DeepSeek-V3's gate scores by sigmoids, chooses 8 experts in 4 of 8 groups, and scales by 2.5.
     """
-    moe = moe_config(config)
-    if config.model_type != "deepseek_v3":
-        return replace(moe, renormalize=bool(getattr(config, "norm_topk_prob", True)))
-    return replace(
-        moe,
-        score="sigmoid",
-        balance="bias",
-        renormalize=bool(config.norm_topk_prob),
-        num_groups=config.n_group,
-        top_groups=config.topk_group,
-        routed_scale=config.routed_scaling_factor,
-    )
+    name, gate = gate_beside(model, experts)
+    own: Any = gate._own[0] if isinstance(gate, DraftingGate) else gate
+    weight, bias = getattr(own, "weight", None), getattr(own, BIAS, None)
+    is_linear = isinstance(weight, Tensor) and weight.ndim == 2 and not (list(own.children()) or hasattr(own, "bias"))
+    require(is_linear, f"{name} ({type(own).__name__}) must have a weight (E, D) and no other, {_ROUTES}")
+    moe = replace(moe, top_k=own.top_k, balance="none" if bias is None else "bias")
+    for field, named in (("num_groups", "num_group"), ("top_groups", "topk_group"), ("routed_scale", _SCALE)):
+        moe = replace(moe, **{field: getattr(own, named, None) or getattr(moe, field)})
+    for score, renormalize in product(SCORES, (True, False)):
+        rule = replace(moe, score=score, renormalize=renormalize)
+        if _routes_as(own, rule):
+            return router_of(own.weight, bias, rule)
+    raise ValueError(f"{name} ({type(own).__name__}) must score by softmax or sigmoid, {_ROUTES}")
 
 
-def router_beside(gate: Any, config: MoEConfig) -> Router:
-    return router_of(gate.weight, getattr(gate, BIAS, None), config)
-
-
-def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: PrefetchSetting) -> list[Router]:
-    """The routers by which the experts of all layers, given by name, are prefetched."""
-    config = routing_config(model.config)
+@torch.no_grad()
+def _routes_as(gate: Any, rule: MoEConfig) -> bool:
+    """Whether a gate of transformers decides by this rule, tried out on sample tokens."""
+    weight, bias = samples(*gate.weight.shape).float(), samples(rule.num_experts).float() / 8
+    buffers = {} if rule.balance == "none" else {BIAS: bias}
+    tokens = samples(9, rule.hidden_size).float() * rule.hidden_size**-0.5
+    router = router_of(nn.Parameter(weight), buffers.get(BIAS), rule)
+    wanted, nothing = router(tokens), tokens.new_zeros(len(tokens), rule.num_experts)
     try:
-        return [router_beside(gate_beside(model, name), config) for name in experts]
+        _, weights, ids = type(gate).forward(twin(gate, _parameters={"weight": weight}, _buffers=buffers), tokens)
+        found = nothing.scatter(1, ids, weights.float())
+    except UNFIT:
+        return False
+    return close(found, nothing.scatter(1, wanted.top_k_ids.long(), wanted.top_k_weights))
+
+
+def routers_beside(model: Any, experts: Sequence[str], moe: MoEConfig, setting: PrefetchSetting) -> list[Router]:
+    """The routers by which the experts of all layers, given by name, are prefetched."""
+    try:
+        return [router_beside(model, name, moe) for name in experts]
     except ValueError as error:
-        if prefetch_wanted(expert_prefetch):
+        if prefetch_wanted(setting):
             raise
         logger.warning("expert_prefetch=auto prefetches no expert: %s", error)
         return []
@@ -137,10 +148,10 @@ def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: Prefetch
 
 def drafting_gate(model: nn.Module, experts: str) -> DraftingGate:
     """Return a gate that can draft, which takes the place of the one in the block of these experts."""
-    gate = gate_beside(model, experts)
+    name, gate = gate_beside(model, experts)
     if not isinstance(gate, DraftingGate):
         gate = DraftingGate(gate)
-        model.set_submodule(f"{experts.rpartition('.')[0]}.{GATE}", gate)
+        model.set_submodule(name, gate)
     return gate
 
 
@@ -179,28 +190,19 @@ class CometExperts(nn.Module):
         self._gate: str | None = None
         self._comes_after = False
 
-    def join(
-        self, block: nn.Module, names: tuple[str, str | None], columns: int, clock: SequenceClock, *, comes_first: bool
-    ) -> None:
-        """Let decode steps include the shared expert of the block, if it is one of plain linear layers.
-
-        Args:
-            names: Of the shared expert in the block, and of the gate ``(T, D)`` -> ``(T, 1)`` before the sigmoid that
-                weighs it; ``None``: it weighs 1.
-            comes_first: Whether the block calls the shared expert before its experts.
-        """
-        name, gate = names
-        shared = block.get_submodule(name)
+    def join(self, block: nn.Module, own: SharedExpert, columns: int, clock: SequenceClock) -> None:
+        """Let decode steps include the block's ``own`` shared expert, if it is one of plain linear layers."""
+        shared = block.get_submodule(own.name)
         if not all(map(is_plain, projections(shared))):
             return
         self.shared = self.shared_slots(shared, columns, clock)
-        self._comes_after, self._gate = comes_first, gate
+        self._comes_after, self._gate = own.comes_first, own.gate
         stand_in = InDecodeSteps(shared, self.runner.decode.max_tokens, self.shared)
-        block.set_submodule(name, stand_in)
-        self.shared.expect(block, experts=self, **{name: stand_in})
+        block.set_submodule(own.name, stand_in)
+        self.shared.expect(block, experts=self, **{own.name: stand_in})
 
     def shared_slots(self, shared: nn.Module, columns: int, clock: SequenceClock) -> SharedSlots:
-        return SharedSlots(self.layout, columns, shared, shared_matrices, clock=clock)
+        return SharedSlots(self.layout, columns, shared, shared_matrices, self.runner.activation, clock)
 
     # A compiler could only break its graph here, in the middle of the collectives.
     @torch.compiler.disable
@@ -223,17 +225,24 @@ class CometExperts(nn.Module):
         runner = self.runner
         # Kernels of a group need contiguous rows for any number of tokens.
         in_step = isinstance(runner, ReplicatedRunner) or gpt_oss.is_step(routed.tokens, runner.decode.max_tokens)
-        w1, w2 = gpt_oss.turned(self, in_step=in_step) if self.is_transposed else (self.gate_up_proj, self.down_proj)
-        tokens, (w1, w2, b1, b2) = alike(routed.tokens, w1, w2, self.gate_up_proj_bias, self.down_proj_bias)
+        tokens, w1, w2, biases = operands(self, routed.tokens, in_step=in_step)
         if joined is not None and joined.w1.dtype != tokens.dtype:
             joined = replace(joined, w1=joined.w1.to(tokens.dtype), w2=joined.w2.to(tokens.dtype))
-        biases = None if b1 is None else Biases(b1, b2)
         return runner(routed._replace(tokens=tokens), w1, w2, biases, experts=joined).to(routed.tokens.dtype)
 
     def extra_repr(self) -> str:
         layout = self.layout
         last = layout.first_expert + layout.experts_local - 1
         return f"experts {layout.first_expert}..{last} of {layout.num_experts}, slice {layout.tp_rank} of {layout.tp}"
+
+
+def operands(experts: Any, tokens: Tensor, *, in_step: bool) -> tuple[Tensor, Tensor, Tensor, Biases | None]:
+    """Tokens, w1, w2 and biases of experts with the stock names, in one type; ``in_step`` as of ``gpt_oss.turned``."""
+    weights: Sequence[Tensor] = (experts.gate_up_proj, experts.down_proj)
+    if getattr(experts, "is_transposed", False):
+        weights = gpt_oss.turned(experts, in_step=in_step)
+    tokens, (w1, w2, b1, b2) = alike(tokens, *weights, *(getattr(experts, name, None) for name in BIASES))
+    return tokens, w1, w2, None if b1 is None else Biases(b1, b2)
 
 
 def shared_matrices(module: nn.Module) -> SharedMatrices:
@@ -248,7 +257,7 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
 
 
 def projections(module: nn.Module) -> list[Any]:
-    return [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    return [getattr(module, name) for name in PROJECTIONS]
 
 
 def is_plain(projection: Any) -> bool:

@@ -32,8 +32,6 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALE_DTYPES = {**DTYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMED = 3  # tensors or problems that an error names; a checkpoint has ten thousands
 ALL = slice(None)
-# The kind of a matrix of one expert, by its name in published checkpoints.
-PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 # Tensors of all experts of a layer.
 FUSED = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -220,10 +218,14 @@ _RULE = (
 )
 
 
-def is_block_fp8(config: Any) -> bool:
-    """Whether a model's configuration says that its checkpoint holds block FP8; if not, it is not quantised at all."""
+def holds_block_fp8(config: Any, *, may_be_mxfp4: bool) -> bool:
+    """Whether a configuration says that its checkpoint holds block FP8; gpt-oss's may be MXFP4, as its tensors tell."""
     found = getattr(config, "quantization_config", None)
-    if found is None:
+    if may_be_mxfp4:
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        rule = "must be 'mxfp4': gpt-oss is read so, or in float32, float16 and bfloat16; dequantise the checkpoint"
+        require(method in (None, "mxfp4"), f"quant_method={method!r} of quantization_config {rule} first")
+    if found is None or may_be_mxfp4:
         return False
     require(isinstance(found, Mapping), f"quantization_config={found!r} must be a mapping: {_RULE}")
     method = found.get("quant_method")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.config import require
+from comet.config import MoEConfig, require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
@@ -86,13 +86,13 @@ class LayerFiles:
 
 
 def take_files(
-    state: dict[str, Any], modules: Mapping[int, str], dtype: torch.dtype, layout: ExpertLayout, *, keep_fp8: bool
+    state: dict[str, Any], modules: Sequence[str], dtype: torch.dtype, layout: ExpertLayout, *, keep_fp8: bool
 ) -> dict[str, LayerFiles]:
     """Take the expert tensors out of what transformers is to load; b2 is read by the first TP rank of a shard alone."""
     names = {"w1": FUSED[0], "w2": FUSED[1], "w1_scales": FUSED[0] + SCALES, "w2_scales": FUSED[1] + SCALES}
     names |= dict(zip(("b1", "b2"), BIASES, strict=True))
     found = {}
-    for module in modules.values():
+    for module in modules:
         taken = {part: state.pop(f"{module}.{name}", None) for part, name in names.items()}
         if layout.tp_rank:
             del taken["b2"]
@@ -106,6 +106,7 @@ def open_stores(
     model: Any,
     layers: Mapping[str, LayerFiles],
     budget: ExpertBudget,
+    moe: MoEConfig,
     dtype: torch.dtype,
     device: torch.device,
     group: ExpertGroup | None,
@@ -126,7 +127,7 @@ def open_stores(
         paths = host_paths(
             slots,
             lambda file: [HeldExperts.fill(reader, device, file) for reader in readers],
-            partial(routers_beside, model, list(layers), options.expert_prefetch),
+            partial(routers_beside, model, list(layers), moe, options.expert_prefetch),
             model.config.hidden_size,
         )
     else:

@@ -18,9 +18,10 @@ from comet.decode import runners
 from comet.decode.runners import rank_slice, rounds
 from comet.integrations import hf
 from comet.integrations.hf.convert import Place
+from comet.integrations.hf.families import Family
 from comet.integrations.hf.modules import CometExperts
 
-pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
@@ -217,13 +218,14 @@ def refuse(model: Any, message: str, group: ExpertGroup | None = None, **setting
 
 def test_refused_models() -> None:
     refuse(torch.nn.Linear(2, 2), "model=Linear must be a transformers model")
-    mixtral = tiny_model("mixtral")
-    mixtral.config.model_type = "olmoe"
-    refuse(mixtral, "model_type='olmoe' must be one of mixtral, qwen2_moe, qwen3_moe, deepseek_v3")
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    dense = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **sizes))
+    refuse(dense, "model=LlamaForCausalLM must hold experts of transformers: it has no MoE layer")
     deepseek = tiny_model("deepseek_v3")
     deepseek.config.scoring_func, deepseek.config.topk_method = "softmax", "noaux_tc"
     refuse(deepseek, "scoring_func='softmax' of the deepseek_v3 model must be 'sigmoid'")
-    refuse(tiny_model("qwen3_moe", hidden_act="gelu"), "hidden_act='gelu' of the qwen3_moe model must be one of")
+    message = r"layers\.0\.mlp\.experts \(Qwen3MoeExperts\), with act_fn=GELUActivation\(\), must .* SiLU or GELU of"
+    refuse(tiny_model("qwen3_moe", hidden_act="gelu"), message)
     refuse(tiny_model("mixtral", intermediate_size=40), "ffn_size=40 must be at least 16 and a multiple of 16")
     refuse(tiny_model("mixtral", torch.float64), "dtype=torch.float64 of model.layers.0.mlp.experts must be")
     refuse(tiny_model("mixtral"), "decode_tokens=65 must be at least 0 and at most 64", decode_tokens=65)
@@ -233,7 +235,9 @@ def test_refused_models() -> None:
     refuse(late, r"is_transposed=True of model.layers.1.mlp.experts \(MixtralExperts\) must be False")
     late.model.layers[1].mlp.experts.is_transposed = False
     late.model.layers[1].mlp.experts.act_fn = torch.nn.GELU()
-    refuse(late, "act_fn=GELU.* of model.layers.1.mlp.experts .* must be SiLU")
+    refuse(late, r"model\.layers\.1\.mlp\.experts .*, with act_fn=GELU.*, must compute .* SiLU")
+    late.model.layers[1].mlp.experts.act_fn = torch.nn.ReLU()
+    refuse(late, r"model\.layers\.1\.mlp\.experts must have the sizes and activation of model\.layers\.0\.mlp\.experts")
     split = tiny_model("mixtral")
     split.model.layers[1].mlp.experts._is_expert_parallel = True
     refuse(split, "_is_expert_parallel of model.layers.1.mlp.experts .* must be off")
@@ -278,7 +282,7 @@ def test_a_group_infers_only() -> None:
 
 def test_a_part_of_the_experts_is_not_saved_as_a_model(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
-    place = Place.create(model.config, None)
+    place = Place.create(Family.of(model), None)
     place.keep_from_saving(model)
     model.save_pretrained(tmp_path / "whole")
     replace(place, layout=replace(place.layout, ep=2, rank=1)).keep_from_saving(model)
@@ -332,12 +336,12 @@ def test_methods_that_a_class_inherits_or_overrides() -> None:
         expected.check(model, kind.__name__)
         expected.check(hf.convert(copy.deepcopy(model)), kind.__name__)
     experts.__class__ = Doubled
-    with pytest.raises(ValueError, match=r"forward of model\.layers\.1\.mlp\.experts \(Doubled\) must be as in Mixt"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts \(Doubled\), with act_fn=.*, must compute"):
         hf.convert(model)
     for kind in (Gate, Inherited):
         experts.__class__ = kind
         for call in (hf.convert, hf.check, lambda model: model(prompt(1, 3))):
-            with pytest.raises(ValueError, match=rf"_apply_gate of .*experts \({kind.__name__}\) must be as in Mixt"):
+            with pytest.raises(ValueError, match=rf"experts \({kind.__name__}\), with act_fn=.*, must compute"):
                 call(model)
     experts.__class__ = MixtralExperts
     experts.forward = experts.forward
@@ -353,7 +357,7 @@ def test_arithmetic_that_was_put_into_a_module(family: str) -> None:
     model.set_experts_implementation("comet")
     model.model.layers[1].mlp.experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[1]
     for call in (hf.check, lambda model: model(prompt(1, 3))):
-        with pytest.raises(ValueError, match=r"_apply_gate of .* must be as in"):
+        with pytest.raises(ValueError, match=r"experts \(\w+\), with act_fn=.*, must compute"):
             call(model)
 
 

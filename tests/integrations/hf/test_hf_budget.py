@@ -41,7 +41,7 @@ from comet.experts.cached import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.convert import require_same_model
-from comet.integrations.hf.families import num_moe_layers
+from comet.integrations.hf.families import Family
 from comet.integrations.hf.fp8 import FP8Experts
 from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report
 from comet.quantization.formats import quantize_mx
@@ -77,7 +77,7 @@ def test_shared_experts_run_by_themselves(family, tmp_path):
     loaded = hf.load_pretrained(tmp_path, make_group(model), expert_budget=0.5)
     assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(model, prompt(2, 9)))
     modules = [module for module in loaded.modules() if isinstance(module, StoredExperts)]
-    assert len(modules) == num_moe_layers(model.config)
+    assert len(modules) == len(Family.of_config(model.config).experts)
     assert all(module.shared is None for module in modules)
 
 
@@ -381,7 +381,7 @@ def test_a_layer_is_asked_what_the_gate_behind_it_says(folder: Path, monkeypatch
 def test_a_gate_without_a_weight_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("comet.integrations.hf.modules.GATE", "up_proj")
+    monkeypatch.setattr("comet.integrations.hf.modules.GATES", ("up_proj",))
     assert load(folder, prefetch=False) is not None
     with pytest.raises(ValueError, match=r"mlp\.up_proj \(Identity\) must have a weight .* expert_prefetch=false"):
         load(folder, prefetch=True)

@@ -102,7 +102,7 @@ def test_many_tokens_and_a_gradient(whole: Path) -> None:
         (dict(block_size=(64, 128)), r"weight_block_size=\(64, 128\) of the model's experts must be \(128, 128\); c"),
         (dict(block_size=None), r"weight_block_size=\(\) of the model's experts must be \(128, 128\); comet"),
         (dict(activation_scheme="static"), "activation_scheme=static of the model's experts must be dynamic; comet"),
-        (dict(swiglu_limit=7.0), "swiglu_limit=7.0 of the model's experts must be None; comet"),
+        (dict(limit=7.0), r"the model's experts \(FP8Experts\), with act_fn=.*, must compute the weighted sum"),
         (dict(has_bias=True), r"has_bias=True of the model's experts \(FP8Experts\) must be False"),
     ],
 )

@@ -127,9 +127,17 @@ Change = Callable[[dict[str, Tensor]], object]
 
 NARROW_SCALES = {f"{NAME}down_proj_scales": torch.zeros(4, 32, 3, dtype=torch.uint8)}
 BROKEN: list[tuple[str, Change, str]] = [
-    ("whole numbers", lambda state: state.pop(f"{NAME}down_proj_bias"), "missing in layer 1: down_proj_bias$"),
+    (
+        "whole numbers",
+        lambda state: state.pop(f"{NAME}down_proj_bias"),
+        "missing in model.layers.1.mlp.experts: down_proj_bias$",
+    ),
     ("whole numbers", lambda state: state.update({f"{NAME}gate_up_proj_bias": torch.zeros(4, 64)}), "must be .*128.$"),
-    ("MXFP4", lambda state: state.pop(f"{NAME}down_proj_scales"), "surplus .*_blocks; missing in layer 1: down_proj$"),
+    (
+        "MXFP4",
+        lambda state: state.pop(f"{NAME}down_proj_scales"),
+        "surplus .*_blocks; missing in model.layers.1.mlp.experts: down_proj$",
+    ),
     ("MXFP4", lambda state: state.update(NARROW_SCALES), r"must be U8 of \(4, 32, 3, 16\): MXFP4"),
     ("MXFP4", lambda state: state[f"{NAME}gate_up_proj_scales"].fill_(255), "gate_up_proj_scales: scales.* 255"),
 ]

@@ -119,14 +119,20 @@ def lacks(*names: str) -> Callable[[State], object]:
 MATRIX = torch.zeros(32, 32)
 DOWN = [f"{MIXTRAL}{expert}.w2.weight" for expert in range(4)]
 EXPERT_EDITS: list[tuple[Callable[[State], object], str]] = [
-    (lacks(f"{MIXTRAL}2.w3.weight"), "missing in layer 1: expert 2's up$"),
-    (lacks(*DOWN), "missing in layer 1: expert 0's down, expert 1's down, expert 2's down and 1 more$"),
+    (lacks(f"{MIXTRAL}2.w3.weight"), "missing in model.layers.1.mlp.experts: expert 2's up$"),
+    (
+        lacks(*DOWN),
+        "missing in model.layers.1.mlp.experts: expert 0's down, expert 1's down, expert 2's down and 1 more$",
+    ),
     (has(f"{MIXTRAL}4.w1.weight", MATRIX), f"surplus {MIXTRAL}4.w1.weight$"),
     (has(f"{MIXTRAL}0.w4.weight", torch.zeros(1)), f"surplus {MIXTRAL}0.w4.weight$"),
     (has(f"{MIXTRAL}0.w1.bias", torch.zeros(1)), f"surplus {MIXTRAL}0.w1.bias$"),
     # named twice: under the old and the new name
     (has("model.layers.1.mlp.experts.0.w1.weight", MATRIX), r"surplus model.layers.1.\w+.experts.0.w1.weight$"),
-    (has(f"{MIXTRAL}gate_up_proj", torch.zeros(4, 64, 32)), "missing in layer 1: down_proj; surplus .* and 9 more$"),
+    (
+        has(f"{MIXTRAL}gate_up_proj", torch.zeros(4, 64, 32)),
+        "missing in model.layers.1.mlp.experts: down_proj; surplus .* and 9 more$",
+    ),
     (has(DOWN[3], torch.zeros(32, 31)), rf"{DOWN[3]} of shape \(32, 31\) must be \(32, 32\)$"),
     (has(DOWN[3], MATRIX.to(torch.float8_e4m3fn)), f"{DOWN[3]} of dtype F8_E4M3 must be one of F32, F16, BF16$"),
 ]
@@ -161,7 +167,7 @@ def test_fused_tensors_are_checked(tmp_path: Path) -> None:
     edit_state(tmp_path, lambda state: state.update({name: state[name][:7].contiguous()}))
     refuse(tmp_path, rf"{name} of shape \(7, 64, 32\) must be \(8, 64, 32\)$")
     edit_state(tmp_path, lambda state: state.pop(name))
-    refuse(tmp_path, "missing in layer 0: gate_up_proj$")
+    refuse(tmp_path, "missing in model.layers.0.mlp.experts: gate_up_proj$")
 
 
 def test_broken_folders(tmp_path: Path, folder: Path) -> None:
@@ -212,7 +218,7 @@ def test_refused_configurations(folder: Path) -> None:
     group.close()
     refuse(folder, "dtype=torch.float64 must be one of", dtype=torch.float64)
     tiny_config("mixtral", hidden_act="gelu").save_pretrained(folder)
-    refuse(folder, "hidden_act='gelu' of the mixtral model must be one of")
+    refuse(folder, "model\\.layers\\.0\\.mlp\\.experts .*, with act_fn=GELUActivation.*, must compute")
     refuse(folder, "torch_dtype=torch.bfloat16 must be given as dtype=torch.bfloat16", torch_dtype=torch.bfloat16)
 
 

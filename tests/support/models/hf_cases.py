@@ -25,6 +25,38 @@ from comet.quantization.formats import quantize_mxfp4
 
 VOCABULARY = 64
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+MLA = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4)
+ROUTED = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=32)
+GROUPED = dict(ROUTED, n_group=4, topk_group=2, intermediate_size=48)
+HYBRID = dict(
+    num_experts=8,
+    moe_intermediate_size=32,
+    intermediate_size=48,
+    shared_expert_intermediate_size=32,
+    head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+# Further families, of which Comet's code names none.
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmoe": dict(intermediate_size=32, num_experts=8),
+    "phimoe": dict(intermediate_size=32, num_local_experts=8),
+    "glm4_moe": dict(GROUPED, head_dim=8),
+    "glm4_moe_lite": GROUPED | MLA,
+    "qwen3_next": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    "deepseek_v2": GROUPED | MLA | dict(topk_method="group_limited_greedy"),
+    "minimax_m2": dict(intermediate_size=32, num_local_experts=8, head_dim=8),
+    "granitemoe": dict(intermediate_size=32, num_local_experts=8),
+    "granitemoeshared": dict(intermediate_size=32, num_local_experts=8, shared_intermediate_size=32),
+    "ernie4_5_moe": dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=32, intermediate_size=48,
+                         moe_layer_start_index=1, moe_num_shared_experts=1),
+    "dots1": dict(GROUPED, head_dim=8),
+    "hunyuan_v1_moe": dict(intermediate_size=32, num_experts=8, moe_topk=2, head_dim=8),
+}  # fmt: skip
 PROMPT, NEW_TOKENS = (2, 9), 6  # 18 prompt tokens: more than DECODE_TOKENS, and 4 ranks do not divide them
 DECODE_TOKENS = 6
 
@@ -46,7 +78,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         eos_token_id=None,
         pad_token_id=None,
     )
-    fields |= {
+    kinds = OTHERS | {
         "mixtral": dict(intermediate_size=32, num_local_experts=4),
         "qwen2_moe": dict(
             intermediate_size=48, moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=64
@@ -83,7 +115,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
             sliding_window=16,
             swiglu_limit=1.5,
         ),
-    }[family]
+    }
+    fields |= kinds[family]
     return AutoConfig.for_model(family, **(fields | changes))
 
 
