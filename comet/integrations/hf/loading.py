@@ -24,11 +24,10 @@ from comet.decode import held_pieces
 from comet.experts.budget import most_tokens, plan_budget
 from comet.experts.options import ExpertStoreKind, StoreOptions
 from comet.integrations.hf import gpt_oss
-from comet.integrations.hf.arguments import device_of, take_arguments
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import PROJECTIONS, Family, blueprint, require_transformers
 from comet.integrations.hf.naming import Destination, Naming, Part, Tensors
-from comet.integrations.hf.settings import read_config, read_generation_config
+from comet.integrations.hf.settings import device_of, read_config, read_generation_config, take_arguments
 from comet.integrations.hf.stored import (
     ALL,
     BIASES,

@@ -228,7 +228,7 @@ def test_deepseeks_layer_61_is_ignored_only_where_the_model_has_fewer(
 def test_fewer_layers_than_the_checkpoint_has_are_as_in_transformers(folder: Path) -> None:
     loaded = assert_as_stock(folder, num_hidden_layers=2)
     assert len(loaded.model.layers) == 2
-    with pytest.raises(ValueError, match=r"must be complete and no more: missing in layers\.3\.mlp\.experts"):
+    with pytest.raises(ValueError, match=r"must be complete and no more: missing in model\.layers\.3\.mlp\.experts"):
         hf.load_pretrained(folder, num_hidden_layers=4)
 
 
