@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from comet.comm.nodes import ranks_in_words
-from comet.config import ParallelConfig
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import JobConfig, activation_dtype
@@ -29,7 +28,6 @@ from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import to_yaml
 from comet.tuner.sweep import sweep_points, tune_points
-from comet.utils.choices import Backend
 
 MIB = 2**20
 SHOWN_NODES = 4  # A dry run names the ranks of so many nodes.
@@ -74,33 +72,21 @@ def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype, device: torc
     replays = by_kernels and job.train.cuda_graph != "off"
     if device.type == "cuda" and job.moe_path == "auto" and not replays and (faster := why_plain_trains(problem)):
         return [f"# {faster}"]
-    return [*ranks_of_nodes(parallel), *network_of(problem, job.comm.backend if by_kernels else "auto", layers)]
-
-
-def ranks_of_nodes(parallel: ParallelConfig) -> list[str]:
-    """A line with the ranks of the first nodes."""
-    size = parallel.ranks_with_memory
-    nodes = parallel.world_size // size
+    shape, size, rates = (
+        WorkspaceShape.create(moe, parallel.world_size, tokens, dtype),
+        parallel.ranks_with_memory,
+        Rates(),
+    )
+    legs = (rank_pool_bytes(shape, parallel, job.comm.backend) - rank_pool_bytes(shape, parallel)) / MIB
+    carriers = f"kernels, through {legs:,.1f} MiB of symmetric memory" if by_kernels else "collectives, which hide less"
+    times = layer_times(problem, rates, num_parts=best_parts(problem, rates) if by_kernels else 1)
+    rows, nodes = layers * expected_rows(moe, parallel, tokens), parallel.world_size // size
     shown = [ranks_in_words(range(node * size, node * size + size)) for node in range(min(nodes, SHOWN_NODES))]
     rest = f"; and so on to rank {parallel.world_size - 1}" if nodes > SHOWN_NODES else ""
-    return [f"# groups over {nodes} nodes of {size} ranks; nodes of the first group: {'; '.join(shown)}{rest}"]
-
-
-def network_of(problem: Problem, backend: Backend, num_layers: int) -> list[str]:
-    """Lines for what a rank sends over the network in a step, through which memory, and how much of it is hidden."""
-    moe, parallel, dtype = problem.moe, problem.parallel, problem.dtype
-    rows = num_layers * expected_rows(moe, parallel, problem.num_tokens)
-    sent = rows * row_bytes(moe, dtype.itemsize, trains=True) / MIB
-    shape = WorkspaceShape.create(moe, parallel.world_size, problem.num_tokens, dtype)
-    legs = (rank_pool_bytes(shape, parallel, backend) - rank_pool_bytes(shape, parallel)) / MIB
-    carriers, rates = f"kernels, through {legs:,.1f} MiB of symmetric memory", Rates()
-    parts = best_parts(problem, rates)
-    if backend == "auto":
-        carriers, parts = "collectives, which hide less", 1
-    times = layer_times(problem, rates, num_parts=parts)
     return [
-        f"# with uniform routing a rank sends {rows:,.0f} tokens a step to other nodes, and {sent:,.1f} MiB over the "
-        f"network, by {carriers}",
+        f"# groups over {nodes} nodes of {size} ranks; nodes of the first group: {'; '.join(shown)}{rest}",
+        f"# with uniform routing a rank sends {rows:,.0f} tokens a step to other nodes, and "
+        f"{rows * row_bytes(moe, dtype.itemsize, trains=True) / MIB:,.1f} MiB over the network, by {carriers}",
         f"# expected of H200 with {rates.network_gbs:g} GB/s of network each: a layer's forward pass takes "
         f"{times.layer:.3g} ms, and {times.hidden:.0%} of the {times.network:.3g} ms of its network are hidden",
     ]

@@ -56,15 +56,6 @@ def nodes_of(group: ProcessGroup, node_size: int | None, device: torch.device) -
     return [Node(", ".join(names[key]), key[1], tuple(ranks)) for key, ranks in ranks_of.items()]
 
 
-def _joined(hosts: Sequence[int], domains: Sequence[int]) -> list[int]:
-    """The first rank of each rank's host, or of its NVLink domain where all ranks of the host are in one."""
-    found = []
-    for host in hosts:
-        alike = {domain for domain, other in zip(domains, hosts, strict=True) if other == host}
-        found.append(alike.pop() if len(alike) == 1 else host)
-    return found
-
-
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0 to 7``, or ``ranks 0, 2`` where they do not follow each other."""
     if len(ranks) == 1:

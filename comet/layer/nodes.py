@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,32 +73,6 @@ class InNode(MoEConfig):
         object.__setattr__(self, "activation", Activation(**self.activation))  # type: ignore[arg-type]
         limits.check(self)
 
-    @classmethod
-    def of(cls, config: MoEConfig, num_nodes: int) -> Self:
-        """Shape of a layer for E / N experts, which get only rows that their capacity keeps."""
-        changes = dict(num_experts=config.num_experts // num_nodes, num_groups=1, top_groups=1, capacity_factor=None)
-        return cls(**{**asdict(config), **changes})
-
-
-class Capacity:
-    """Drops the rows for which an expert has no room, in the order of the ranks and tokens of all nodes."""
-
-    def __init__(self, rows: int, group: ExpertGroup, num_experts: int) -> None:
-        assert group.process_group is not None, "several nodes have several ranks"
-        self.rows, self.rank, self.num_experts = rows, group.rank, num_experts
-        self.steps = CollectiveSteps(group.comm, group.process_group, group.workspace.layers_made)
-
-    def kept(self, top_k_ids: Tensor, *, trains: bool) -> Tensor:
-        """The ids, -1 where a row is dropped (collective); waits for the device."""
-        self.steps.begin(0, trains=trains)
-        ids = top_k_ids.flatten().long()
-        is_expert = (ids >= 0) & (ids < self.num_experts)
-        ids = ids.where(is_expert, self.num_experts)
-        positions, sizes = positions_in_groups(ids, self.num_experts + 1)
-        earlier = all_gather_stacked(sizes, self.steps.process_group)[: self.rank].sum(0)
-        dropped = is_expert & (positions + earlier[ids] >= self.rows)
-        return top_k_ids.masked_fill(dropped.view_as(top_k_ids), -1)
-
 
 @contextmanager
 def pass_over_nodes(group: ExpertGroup, what: str, *, collectives: bool, refuses: bool = False) -> Iterator[None]:
@@ -141,13 +115,14 @@ class NodesPath:
         self.group, self.nodes = group, group.nodes
         inner = self.nodes.inner
         self.layout, self.workspace = group.layout(config), inner.workspace
-        in_node = InNode.of(config, self.nodes.num_nodes)
+        changes = dict(num_groups=1, top_groups=1, capacity_factor=None)  # rows are dropped before
+        num_experts = config.num_experts // self.nodes.num_nodes
+        in_node = InNode(**{**asdict(config), **changes, "num_experts": num_experts})
         inner.check_same(in_node)
         self.backend = make_backend(in_node, inner, overlap, use_kernels=use_kernels)
         self.rails = make_rails(config, group, use_kernels=use_kernels)
-        capacity = expert_capacity(config, group)
-        self.capacity = None if capacity is None else Capacity(capacity, group, config.num_experts)
-        self.collectives = self.rails.collectives or capacity is not None
+        self.capacity, self.number = expert_capacity(config, group), group.workspace.layers_made
+        self.collectives = self.rails.collectives or self.capacity is not None
         rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
         self.match = match_once(match_weights, config, self.layout, **rules)
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
@@ -208,7 +183,7 @@ class NodesPath:
             return output
 
         if self.capacity is not None:
-            routed = routed._replace(top_k_ids=self.capacity.kept(routed.top_k_ids, trains=trains))
+            routed = routed._replace(top_k_ids=self.kept(routed.top_k_ids, self.capacity, trains=trains))
         trip = self.rails.depart(routed, trains=trains)
         kept = trip.kept if trains else ()
         own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
@@ -259,6 +234,18 @@ class NodesPath:
         """Return ``run()``, which waits for the guests of a stop or for all sums; a timeline marks the wait."""
         recorder = self.group.workspace.recorder
         return run() if recorder is None else recorder.around(*(stop or (-1, 0)), run)
+
+    def kept(self, top_k_ids: Tensor, capacity: int, *, trains: bool) -> Tensor:
+        """The ids, -1 for rows that an expert has no room for, in the order of all ranks; waits for the device."""
+        assert self.group.process_group is not None, "several nodes have several ranks"
+        CollectiveSteps(self.group.comm, self.group.process_group, self.number).begin(0, trains=trains)
+        ids, num_experts = top_k_ids.flatten().long(), self.layout.num_experts
+        is_expert = (ids >= 0) & (ids < num_experts)
+        ids = ids.where(is_expert, num_experts)
+        positions, sizes = positions_in_groups(ids, num_experts + 1)
+        earlier = all_gather_stacked(sizes, self.group.process_group)[: self.group.rank].sum(0)
+        dropped = is_expert & (positions + earlier[ids] >= capacity)
+        return top_k_ids.masked_fill(dropped.view_as(top_k_ids), -1)
 
     def first_part(self, num_tokens: int) -> int:
         """How many own tokens are computed while guests travel."""

@@ -122,21 +122,18 @@ def path_to_train(
         replays: Whether passes are replayed from CUDA graphs, where the rails are kernels.
     """
     nodes, chosen = group.nodes, path != "auto" or overlap is not None or config.capacity_factor is not None
-    if chosen or nodes is None or group.device.type != "cuda":
+    if chosen or nodes is None or group.device.type != "cuda" or nodes_obstacle(group):
         return path
     faster = "" if replays and nodes.legs is not None else why_plain_trains(problem_over(config, group))
-    if not faster or nodes_obstacle(group):
-        return path
-    group.resolver.warn(faster)
-    return "plain"
+    if faster:
+        group.resolver.warn(faster)
+    return "plain" if faster else path
 
 
 def why_plain_trains(problem: Problem) -> str:
     """Return why launched passes of a layer over nodes train on path ``plain``, in words; empty where they do not."""
     inside, plain = training_times(problem, Rates())
-    if inside <= plain:
-        return ""
-    return (
+    return (inside > plain) * (
         f"layers of {problem.num_tokens} tokens over nodes train on path 'plain': a forward and a backward pass are "
         f"expected to take {plain:.1f} ms there, and {inside:.1f} ms inside the nodes; train more tokens in a step, or "
         "replay steps from CUDA graphs, which needs comm.backend"

@@ -46,7 +46,7 @@ def draw_timeline(spans: Sequence[Span], launches: Sequence[Launch], summary: Ma
     layout = ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.06)
     figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout=layout)
     scale, unit = _unit(summary["span_ms"] * 1e6)
-    origin = min(launch.begin for launch in launches)
+    origin = min([*(launch.begin for launch in launches), *(span.begin for span in spans)])
     rows = figure.subplots(ranks, 1, sharex=True, squeeze=False)[:, 0]
     for rank, lanes in enumerate(rows):
         own = [launch for launch in launches if launch.rank == rank]
@@ -54,7 +54,7 @@ def draw_timeline(spans: Sequence[Span], launches: Sequence[Launch], summary: Ma
         _name_launches(lanes, own, origin, scale)
         waits = 100 * summary["per_rank"][rank]["wait_share"]
         lanes.set_ylabel(f"rank {rank}\nwaits {waits:.1f} %", fontweight="bold")
-    rows[0].set_xlim(0, max(launch.end - origin for launch in launches) * scale)
+    rows[0].set_xlim(0, (max([*(launch.end for launch in launches), *(span.end for span in spans)]) - origin) * scale)
     rows[-1].set_xlabel(f"time, {unit}")
     _add_title_and_legend(figure, summary)
     figure.savefig(path)

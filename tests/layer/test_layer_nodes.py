@@ -23,6 +23,7 @@ from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
 from comet.layer.nodes import NodesPath
 from comet.layer.paths import CollectivePath, make_path, path_to_train
+from comet.layer.sharding import local
 from comet.layer.workspace import rank_pool_bytes
 from comet.moe import MoE
 from comet.schedule.choice import Problem
@@ -153,6 +154,29 @@ def test_a_checkpoint_runs_the_forward_pass_again(rank: int, world_size: int) ->
         assert torch.equal(found["output"], whole["output"])
         check_call(case, rank, call, whole)
         assert torch.equal(x.grad, next(iter(list(whole.values())[1:2])))
+    moe.group.close()
+
+
+@in_ranks(4)
+def test_gradients_add_up_over_many_calls(rank: int, world_size: int) -> None:
+    """Each call has a backward pass, and its gradients are those of a call alone."""
+    case = replace(EP4, num_tokens=(3, 0, 5, 2), hidden_size=16, ffn_size=16)
+    moe, totals = build_layer(case, rank, "twin"), [torch.zeros(())] * 2
+    alone = []
+    for number in range(2):
+        inputs = rank_inputs(case, rank, number)
+        moe.zero_grad()
+        moe.routed_experts(*inputs.routed).backward(inputs.grad_output)
+        alone.append([local(each.grad).clone() for each in moe.expert_parameters()])
+    moe.zero_grad()
+    for call in range(60):
+        inputs = rank_inputs(case, rank, call % 2)
+        moe.routed_experts(*inputs.routed).backward(inputs.grad_output)
+        totals = [total + each for total, each in zip(totals, alone[call % 2], strict=True)]
+    assert all(
+        torch.equal(local(each.grad), total) for each, total in zip(moe.expert_parameters(), totals, strict=True)
+    )
+    moe.group.workspace.check()
     moe.group.close()
 
 

@@ -282,13 +282,11 @@ NODES = LayerCase("two nodes of one rank", 2, 1, (9, 5), node_size=1, backend="c
 
 
 def record_nodes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """A forward and a backward pass over two nodes; rank 1 comes late."""
+    """A forward and a backward pass over two nodes."""
     moe = build_layer(NODES, rank, "fused")
     inputs = rank_inputs(NODES, rank)
     tokens = inputs.tokens.requires_grad_()
     with record(moe.group) as timeline:
-        dist.barrier()
-        time.sleep(0.2 * rank)
         moe.routed_experts(tokens, *inputs.routed[1:]).backward(inputs.grad_output)
     summary = timeline.write(folder / str(rank))
     found = [event for event in timeline.events if event.rank == rank and event.block in NETWORK]
@@ -298,8 +296,6 @@ def record_nodes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     assert all(event.begin <= event.end for event in found)
     for sent, waited in zip(lanes["send to nodes"][::2], lanes["wait for nodes"][::2], strict=True):
         assert sent.end <= waited.end, "own tokens leave before guests are waited for"
-    if rank == 0:
-        assert lanes["wait for nodes"][0].end - lanes["wait for nodes"][0].begin > 5e7, "rank 1 is late"
     assert all(launch.blocks <= recorder.INTERPRETER_BLOCKS for launch in timeline.launches)
     moe.group.close()
     return summary
