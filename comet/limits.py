@@ -55,10 +55,17 @@ def one_of(*choices: Any) -> Limit:
 
 filled = partial(Limit, lambda value, _: bool(value))  # a text that is not empty; the words say what it is
 OR_INFINITE = Limit(lambda value, _: True, "")  # lets a float be infinite
-NUMBERS = {
-    int: Limit(lambda value, _: isinstance(value, Integral), "a whole number"),
-    float: Limit(lambda value, _: isinstance(value, Real) and math.isfinite(value), "a finite number"),
-    bool: Limit(lambda value, _: isinstance(value, bool), "True or False"),
+
+
+def _is(kind: type) -> Callable[[Any, Any], bool]:
+    return lambda value, _: isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+
+
+KINDS = {
+    int: Limit(_is(Integral), "a whole number"),
+    float: Limit(lambda value, _: _is(Real)(value, None) and math.isfinite(value), "a finite number"),
+    bool: Limit(_is(bool), "True or False"),
+    str: Limit(_is(str), "a text", advice="put quotes around it"),
 }
 Count = Annotated[int, at_least(1)]
 Natural = Annotated[int, at_least(0)]
@@ -81,31 +88,49 @@ class FieldLimits:
     """The limits of one field, or of each item of one that is a tuple."""
 
     limits: tuple[Limit, ...]
-    number: Limit | None = None  # the rule of its type
+    kind: Any = None  # the type of the field, or of its items
     is_optional: bool = False
-    is_many: bool = False
+    depth: int = 0  # tuples around an item
 
     def check(self, name: str, value: Any, settings: Any = None) -> None:
-        """Raise ``ValueError`` unless the value keeps its limits; the message names field, value, rule and advice."""
+        """Raise ``ValueError`` unless the value keeps its limits; the message names field, value, rule and advice.
+
+        Without ``settings`` limits by other fields are not checked.
+        """
         if value is None and self.is_optional:
             return
-        items, limits = list(_leaves(value)) if self.is_many else [value], self.limits
-        if self.number and not all(self.number.holds(item, None) for item in items):
-            limits = (self.number, *limits)  # the others compare numbers
-        elif all(limit.holds(item, limit.bound_in(settings)) for limit in limits for item in items):
+        self._check_depth(name, value)
+        items, limits = list(_leaves(value)) if self.depth else [value], self.limits
+        kind = Limit(_is(Real), "a number") if OR_INFINITE in limits else KINDS.get(self.kind)
+        if kind and not all(kind.holds(item, None) for item in items):
+            limits = (kind, *limits)  # the others compare numbers
+        elif all(
+            limit.holds(item, limit.bound_in(settings))
+            for limit in limits
+            if settings is not None or not isinstance(limit.bound, str)
+            for item in items
+        ):
             return
         rules, advice = self.words(limits, settings), "".join(f": {limit.advice}" for limit in limits if limit.advice)
-        raise ValueError(f"{name}={list(value) if self.is_many else value!r} must {rules}{advice}")
+        raise ValueError(f"{name}={list(value) if self.depth else value!r} must {rules}{advice}")
 
     def words(self, limits: tuple[Limit, ...], settings: Any = None) -> str:
         """The rules in one phrase, as it follows "must"; without values of ``settings`` as the help page prints it."""
         rules = " and ".join(limit.rule(settings) for limit in limits if limit.words)
-        return rules and f"{'each ' * self.is_many}be {rules}{', or None' * self.is_optional}"
+        return rules and f"{'each ' * bool(self.depth)}be {rules}{', or None' * self.is_optional}"
+
+    def _check_depth(self, name: str, value: Any) -> None:
+        missing, items = self.depth, [value]
+        while missing and items and all(isinstance(item, list | tuple) for item in items):
+            missing, items = missing - 1, [inner for item in items for inner in item]
+        if missing and items:
+            text = str(value).replace(" ", "")
+            raise ValueError(f"{name}={text} must be a list: write {name}={'[' * missing}{text}{']' * missing}")
 
 
 def check(settings: Any) -> None:
     """Raise ``ValueError`` unless every field of a dataclass keeps the limits of its annotation."""
-    for name, limits in _limits_of(settings.__class__).items():
+    for name, limits in limits_of(settings.__class__).items():
         limits.check(name, getattr(settings, name), settings)
 
 
@@ -119,21 +144,22 @@ def check_values(*limits: Limit, **values: Any) -> None:
 def limits_in(hint: Any) -> FieldLimits:
     """The limits in an annotation."""
     limits: list[Limit] = []
-    is_optional = is_many = False
+    is_optional, depth = False, 0
     while (origin := typing.get_origin(hint)) in (Annotated, typing.Union, types.UnionType, tuple):
         inner, *others = typing.get_args(hint)
         if origin in (typing.Union, types.UnionType) and others != [type(None)]:
             break  # one of several types, whose owner checks it
         limits += others if origin is Annotated else []
-        is_optional, is_many = is_optional or origin not in (Annotated, tuple), is_many or origin is tuple
+        is_optional, depth = is_optional or origin not in (Annotated, tuple), depth + (origin is tuple)
         hint = inner
     if origin is Literal:
         limits.append(one_of(*typing.get_args(hint)))
-    return FieldLimits(tuple(limits), None if OR_INFINITE in limits else NUMBERS.get(hint), is_optional, is_many)
+    return FieldLimits(tuple(limits), str if origin is Literal else hint, is_optional, depth)
 
 
 @functools.cache
-def _limits_of(cls: type) -> dict[str, FieldLimits]:
+def limits_of(cls: Any) -> dict[str, FieldLimits]:
+    """The limits of each field of a dataclass."""
     return {name: limits_in(hint) for name, hint in typing.get_type_hints(cls, include_extras=True).items()}
 
 

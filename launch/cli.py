@@ -71,7 +71,7 @@ def main(
 
 def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]) -> int:
     task = find_task(words[0], tasks)
-    if task.dry_run is None:
+    if not task.settings:
         return int(imported(task.function)(list(words[1:])) or 0)
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
@@ -85,8 +85,9 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
         return 0
     from comet.launch.config import compose, default_ranks, make_job, refuse_options, require_inputs
 
+    settings = imported(task.settings)
     if unknown:
-        refuse_options(unknown, words, task.reads)
+        refuse_options(unknown, words, settings)
     if not options.dry_run and started_by_torchrun():
         task.require_packages()
         from comet.launch.failures import say_logged
@@ -95,16 +96,16 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
         if task.shows_split and speaks_for_job():
             say_logged("comet.schedule.choice")
         run_rank(task, options)
-    container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
-    make_job(container, default_ranks(container, 0))  # A wrong value is refused before torch is imported.
-    require_inputs(container, task.reads, options.dry_run)
+    container = compose(options.overrides, settings, file=options.config)
+    make_job(container, default_ranks(container, 0), settings)  # A wrong value is refused before torch is imported.
+    require_inputs(container, options.dry_run)
     if not options.dry_run:
         task.require_packages()
     import torch
 
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)
-    job = make_job(container, num_ranks)
+    job = make_job(container, num_ranks, settings)
     if options.dry_run:
         from comet.launch.dry_run import resolved_yaml
 

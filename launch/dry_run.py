@@ -16,7 +16,8 @@ import torch
 from comet.comm.nodes import ranks_in_words
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import check_files, plan_experts
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import GenerateJob, JobConfig, ModelJob, TrainJob, activation_dtype
+from comet.launch.config import Job
 from comet.launch.memory import generation_needs, layer_bytes, training_needs
 from comet.launch.tasks.modular import modular_problems
 from comet.layer.paths import why_plain_trains
@@ -35,11 +36,11 @@ PATHS_WITHOUT_OVERLAP = ("plain", "reference")
 
 
 def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) -> str:
-    """The composed configuration with what was open filled in."""
+    """The composed settings with what was open filled in."""
     return to_yaml({**container, "nproc": num_ranks, "parallel": asdict(job.parallel)})
 
 
-def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+def describe_train(job: TrainJob, num_ranks: int, device: torch.device) -> list[str]:
     """Comment lines with a table, which follow the settings; the type of ``device`` decides an open element type."""
     tokens, dtype = job.step_tokens, activation_dtype(job.train.dtype, device)
     check_model_overlap(job, dtype, device)
@@ -63,7 +64,7 @@ def describe_train(job: JobConfig, num_ranks: int, device: torch.device) -> list
     ]
 
 
-def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+def describe_nodes(job: TrainJob, tokens: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Lines for groups over declared nodes: their ranks, what each sends over the network, and how much is hidden."""
     parallel, moe, layers = job.parallel, job.model.moe, job.model.num_layers - job.model.dense_layers
     if not parallel.declares_nodes or not parallel.ranks_with_memory or job.moe_path in PATHS_WITHOUT_OVERLAP:
@@ -92,7 +93,7 @@ def describe_nodes(job: JobConfig, tokens: int, dtype: torch.dtype, device: torc
     ]
 
 
-def describe_generate(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
+def describe_generate(job: GenerateJob, num_ranks: int, device: torch.device) -> list[str]:
     """The lines for ``generate``: the bytes of a rank, and what a budget puts in host memory and in files."""
     dtype = activation_dtype(job.generate.dtype, device)
     check_model_overlap(job, dtype, device)
@@ -122,8 +123,8 @@ def describe_generate(job: JobConfig, num_ranks: int, device: torch.device) -> l
 
 
 def describe_problems(
-    problems_in: Callable[[JobConfig, torch.device], Iterable[Problem]],
-    job: JobConfig,
+    problems_in: Callable[[Job, torch.device], Iterable[Problem]],
+    job: Job,
     num_ranks: int,
     device: torch.device,
 ) -> list[str]:
@@ -164,7 +165,7 @@ def prefetch_told(budget: ExpertBudget, device: torch.device) -> str:
     return f"{'on' if is_on else 'off'}{condition} (expert_prefetch={str(options.expert_prefetch).lower()})"
 
 
-def check_model_overlap(job: JobConfig, dtype: torch.dtype, device: torch.device) -> None:
+def check_model_overlap(job: ModelJob, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ValueError`` if the layers of the job's model would refuse ``overlap``, for however many tokens."""
     if job.overlap is not None and job.moe_path not in PATHS_WITHOUT_OVERLAP:
         check_setting(job.overlap, Problem(job.model.moe, job.parallel, 1, dtype), Machine.of(device))

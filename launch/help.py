@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
-from comet.launch.tasks.registry import Task, config_groups
+from comet.launch.tasks.registry import Task, config_groups, imported
 
 WIDTH = 110
 OPTIONS = """options:
@@ -42,21 +40,17 @@ def help_page(tasks: Mapping[str, Task]) -> str:
 
 
 def task_page(name: str, task: Task) -> str:
-    """The text of ``comet TASK --help``: examples, and every setting that the task reads."""
-    from comet.jobs.config import JobConfig
-    from comet.launch.config import CommandSettings, compose
+    """The text of ``comet TASK --help``: examples, and every setting of the task."""
+    from comet.launch.config import compose
+    from comet.launch.schema import as_text
 
-    defaults = compose([], defaults=task.settings)
-    known = {each: found for cls in (JobConfig, CommandSettings) for each, found in settings_of(cls)}
+    defaults = compose([], imported(task.settings))
     lines = [f"usage: comet {name} [options] [settings]", "", task.summary, "", OPTIONS, "", "examples:"]
     lines += [*_examples(name, task), "", f"settings and their defaults for {name}:"]
-    for part in task.reads:
-        for setting, (limits, meaning) in known.items():
-            if setting == part or setting.startswith(f"{part}."):
-                value = reduce(getitem, setting.split("."), defaults)
-                text = f"{setting}: settings" if isinstance(value, dict) else f"{setting}={_typed(value)}"
-                lines.append(f"  {text}" + (limits and f"  ({limits})"))
-                lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for setting, (limits, meaning) in settings_of(imported(task.settings)):
+        value = as_text(reduce(getitem, setting.split("."), defaults))
+        lines.append(f"  {setting}={value}" + (limits and f"  ({limits})"))
+        lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
 
@@ -65,20 +59,19 @@ def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[str, s
 
     Example: ``comm.timeout_s`` of ``JobConfig``: "above 0 and at most 1000000", "Deadline of every wait for ...".
     """
-    from comet.limits import limits_in
+    from comet.limits import limits_of
 
-    hints = typing.get_type_hints(cls, include_extras=True)
     meanings: dict[str, str] = {}
     for part in reversed(cls.__mro__):
         meanings |= arguments_of(inspect.getdoc(part) or "")
     own = list(cls.__annotations__)
     for item in sorted(fields(cls), key=lambda item: own.index(item.name) if item.name in own else len(own)):
-        hint, limits = hints[item.name], limits_in(hints[item.name])
+        limits = limits_of(cls)[item.name]
         words = limits.words(limits.limits).replace("be ", "", 1).replace("None", "null")
-        yield f"{prefix}{item.name}", (words, meanings.get(item.name, ""))
-        for inner in (hint, *typing.get_args(hint)):
-            if isinstance(inner, type) and is_dataclass(inner):
-                yield from settings_of(inner, f"{prefix}{item.name}.")
+        if is_dataclass(limits.kind):
+            yield from settings_of(limits.kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{item.name}", (words, meanings.get(item.name, ""))
 
 
 def arguments_of(doc: str) -> dict[str, str]:
@@ -120,11 +113,3 @@ def _examples(name: str, task: Task) -> list[str]:
     return [
         f"  comet {name} {words}".ljust(50).rstrip() + f"   {does}".rstrip() for words, does in task.examples.items()
     ]
-
-
-def _typed(value: Any) -> str:
-    """The value as text, as an override has it."""
-    words = {None: "null", True: "true", False: "false"}
-    if isinstance(value, list):
-        return f"[{','.join(map(_typed, value))}]"
-    return words[value] if value is None or isinstance(value, bool) else str(value)

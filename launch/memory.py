@@ -13,8 +13,9 @@ from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import plan_experts
 from comet.generation.source import is_hf_folder
-from comet.jobs.config import JobConfig, activation_dtype
+from comet.jobs.config import GenerateJob, JobConfig, TrainJob, activation_dtype
 from comet.kernels.runtime.process import PROC, free_memory
+from comet.launch.config import Job
 from comet.launch.tasks.registry import Task, imported
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.layout import ExpertLayout
@@ -57,11 +58,11 @@ def oom_kills() -> int:
     return int(found[1]) if found else 0
 
 
-def train_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+def train_bytes(job: TrainJob, num_ranks: int, device: torch.device) -> int:
     return sum(training_needs(job, activation_dtype(job.train.dtype, device)).values())
 
 
-def generate_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+def generate_bytes(job: GenerateJob, num_ranks: int, device: torch.device) -> int:
     """Bytes of one rank of ``generate`` on its device; on a CPU the experts of a store are there, too."""
     dtype = activation_dtype(job.generate.dtype, device)
     budget = plan_experts(job, dtype)
@@ -72,11 +73,11 @@ def generate_bytes(job: JobConfig, num_ranks: int, device: torch.device) -> int:
 
 
 def of_largest(
-    problems_in: Callable[[JobConfig, torch.device], Iterable[Problem]],
-) -> Callable[[JobConfig, int, torch.device], int]:
+    problems_in: Callable[[Job, torch.device], Iterable[Problem]],
+) -> Callable[[Job, int, torch.device], int]:
     """Count the bytes of one rank for the largest problem; 0 on a GPU, where one that needs more fails alone."""
 
-    def count(job: JobConfig, num_ranks: int, device: torch.device) -> int:
+    def count(job: Job, num_ranks: int, device: torch.device) -> int:
         found, reason = [], ""
         for problem in problems_in(job, device):
             try:
@@ -93,7 +94,7 @@ tune_bytes = of_largest(tune_points)
 sweep_bytes = of_largest(sweep_points)
 
 
-def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
+def training_needs(job: TrainJob, dtype: torch.dtype) -> dict[str, int]:
     """Bytes one rank needs, by purpose; activations, of type ``dtype``, are an estimate, all else is float32.
 
     What is kept for the backward pass, of balanced routing: per token and layer about 8 D for attention and norms; per
@@ -113,7 +114,7 @@ def training_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def generation_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:
+def generation_needs(job: GenerateJob, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:
     """Bytes one rank needs, by purpose.
 
     A checkpoint's model is read in float32; of a Hugging Face folder each tensor is converted as it is read. Weights

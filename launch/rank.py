@@ -28,6 +28,7 @@ from comet.launch.distributed import (
 from comet.launch.failures import report, say_silent
 from comet.launch.memory import require_memory
 from comet.launch.messages import STATUS_SAVED
+from comet.launch.schema import defaults_of
 from comet.launch.signs import Signs
 from comet.launch.tasks.registry import Task, imported
 
@@ -70,22 +71,25 @@ def share_config(
     The job's rendezvous ``store`` keeps the settings from one attempt to the next; this attempt has its own ``part``.
     What another node was started with would be left out, so it must be what rank 0 was.
     """
+    settings = imported(task.settings)
     words = " ".join([task.function, *(["--config", options.config] if options.config else []), *options.overrides])
     if context.rank:
         first = part.get(WORDS_KEY).decode()
         require(words == first, f"rank {context.rank} was started as {words!r}, but must be as rank 0, {first!r}")
-        return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size)
+        return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size, settings)
     if not store.check([SETTINGS_KEY]):
         require(
-            context.attempt == 0 or not task.writes or names_folder(options.overrides, options.config),
+            context.attempt == 0
+            or "output_dir" not in defaults_of(settings)
+            or names_folder(options.overrides, settings, options.config),
             "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
         )
-        container = compose(options.overrides, file=options.config, defaults=task.settings, reads=task.reads)
-        restarts = make_job(container, context.world_size).launch.max_restarts
+        container = compose(options.overrides, settings, file=options.config)
+        restarts = make_job(container, context.world_size, settings).launch.max_restarts
         require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
         store.set(SETTINGS_KEY, json.dumps(container))
     part.set(WORDS_KEY, words)
     text = store.get(SETTINGS_KEY).decode()
-    job = make_job(json.loads(text), context.world_size)
+    job: JobConfig = make_job(json.loads(text), context.world_size, settings)
     part.set(SETTINGS_KEY, text)
     return job

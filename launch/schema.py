@@ -1,41 +1,46 @@
-"""The schema that Hydra checks against, made from frozen dataclasses, and dataclasses made from Hydra's container.
+"""Between frozen dataclasses and the plain settings that Hydra composes: defaults and names, and the way back.
 
-The dataclasses of the core are the only place where a setting is declared, with its limits (``comet.limits``).
-OmegaConf knows neither ``Literal`` nor tuples, so the schema holds ``str`` and lists there; ``build`` turns lists back
-into tuples.
+The dataclasses of the core are the only place where a setting is declared, with its limits (``comet.limits``). A
+dataclass is a section of settings. A section that may be ``None`` is left out if none of its settings is given.
 """
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
-from typing import Any, Literal, TypeVar, Union
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any, TypeVar
 
 from omegaconf import MISSING as UNSET
 
+from comet.config import require
+from comet.launch.tasks.registry import did_you_mean
+from comet.limits import FieldLimits, limits_of
+from comet.training.saved_settings import flat
+
 Built = TypeVar("Built")
-SHORTENED = ("overlap", "sweep", "tune", "generate")  # sections that had more settings once
+OPEN = ("parallel.ep", "overlap.comm_blocks", "overlap.num_panels")  # follow from others unless they are given
 
 
-def schema_of(cls: type, replaced: Mapping[type, type] | None = None) -> type:
-    """A dataclass with the fields of ``cls`` that OmegaConf accepts as a structured config.
+def defaults_of(cls: type) -> dict[str, Any]:
+    """The settings of a dataclass as Hydra takes them: ``"???"`` where one must be given.
 
-    Args:
-        cls: A dataclass whose fields are plain values, ``Literal``, optional values, tuples or such dataclasses; those
-            without a default are mandatory.
-        replaced: Dataclasses to use in place of others, for settings a user may leave open.
+    Example: ``MeasureConfig`` gives ``{"models": (), "tokens": (), "rounds": 20}``.
     """
-    if replaced and cls in replaced:
-        return replaced[cls]
-    hints = typing.get_type_hints(cls)
-    members = [(item.name, *_member(hints[item.name], item, replaced or {})) for item in fields(cls)]
-    return make_dataclass(f"{cls.__name__}Schema", members, kw_only=True)
+    found: dict[str, Any] = {}
+    for item in fields(cls):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        kind = limits_of(cls)[item.name].kind
+        if not is_dataclass(kind):
+            found[item.name] = UNSET if default is MISSING else default
+        elif default is None:
+            found[item.name] = dict.fromkeys(each.name for each in fields(kind))
+        else:
+            found[item.name] = defaults_of(kind) if default is MISSING else asdict(default)  # type: ignore[arg-type]
+    return found
 
 
-def setting_names(tree: Any, prefix: str = "", *, sections: bool = True) -> Iterator[str]:
-    """Names of all settings in a schema or a container, with dots, and of the ``sections`` that hold them."""
+def setting_names(tree: Mapping[str, Any], prefix: str = "", *, sections: bool = True) -> Iterator[str]:
+    """Names of all settings in a tree, with dots, and of the ``sections`` that hold them."""
     for name, value in tree.items():
         is_section = isinstance(value, Mapping)
         if sections or not is_section:
@@ -44,50 +49,52 @@ def setting_names(tree: Any, prefix: str = "", *, sections: bool = True) -> Iter
             yield from setting_names(value, f"{prefix}{name}.", sections=sections)
 
 
+def limits_at(cls: Any, name: str) -> FieldLimits:
+    """The limits of a setting, which may be a section; none of what is no setting."""
+    found = FieldLimits((), cls)
+    for part in name.split("."):
+        known = limits_of(found.kind) if is_dataclass(found.kind) else {}  # type: ignore[arg-type]
+        found = known.get(part, FieldLimits(()))
+    return found
+
+
+def check_settings(cls: type, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for what is no setting, and for a value that no other setting can make right."""
+    for name, value in flat(settings).items():
+        limits = limits_at(cls, name)
+        if is_dataclass(limits.kind):
+            inside = next(iter(limits_of(limits.kind)))  # type: ignore[arg-type]
+            rule = f"must name one of the settings in {name}, such as {name}.{inside}"
+            require(value is None and limits.is_optional, f"{name}={as_text(value)} {rule}")
+        elif limits.kind is None:
+            raise ValueError(f"{name} is no setting{did_you_mean(name, setting_names(defaults_of(cls)))}")
+        elif value is not None or name not in OPEN:
+            limits.check(name, value)
+
+
 def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:
-    """A dataclass that validates itself, from a plain container; ``path`` is where that stands, for messages."""
-    hints = typing.get_type_hints(cls)
-    if unknown := values.keys() - hints.keys():
-        where = f" of {path}" if path else ""
-        raise ValueError(f"{min(unknown)!r} is no setting{where}; the settings are {', '.join(hints)}")
-    arguments = {name: _value(hints[name], value, f"{path}.{name}" if path else name) for name, value in values.items()}
+    """A dataclass that checks itself, from plain settings; ``path`` is where they stand, for messages."""
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        limits = limits_of(cls)[name]  # type: ignore[arg-type]
+        if isinstance(value, Mapping):
+            given = {each: inner for each, inner in value.items() if inner is not None or not limits.is_optional}
+            arguments[name] = build(limits.kind, given, f"{path}.{name}".lstrip(".")) if given else None
+        else:
+            arguments[name] = float(value) if limits.kind is float and isinstance(value, int) else _frozen(value)
     try:
         return cls(**arguments)
     except ValueError as error:
         raise ValueError(f"{path}.{error}" if path else str(error)) from error
 
 
-def _member(hint: Any, item: Field[Any], replaced: Mapping[type, type]) -> tuple[Any, Any]:
-    plain = _plain(hint, replaced)
-    if is_dataclass(plain):
-        return plain, field(default_factory=plain)  # type: ignore[arg-type]
-    if item.default is not MISSING:
-        value = item.default
-        return plain, field(default_factory=lambda: list(value)) if isinstance(value, tuple) else value
-    if item.default_factory is not MISSING:
-        return plain, field(default_factory=item.default_factory)
-    return plain, UNSET
-
-
-def _plain(hint: Any, replaced: Mapping[type, type]) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return str
-    if origin in (Union, types.UnionType):
-        if opened := [replaced[argument] for argument in arguments if argument in replaced]:
-            return opened[0]  # a setting that may be left out as a whole: each of its fields may be left open
-        return Union[tuple(_plain(argument, replaced) for argument in arguments)]  # noqa: UP007
-    if origin is tuple:
-        return list[_plain(arguments[0], replaced)]  # type: ignore[misc]
-    return schema_of(hint, replaced) if isinstance(hint, type) and is_dataclass(hint) else hint
-
-
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if isinstance(value, Mapping):
-        nested = next(kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind))
-        return build(nested, value, path)  # type: ignore[arg-type]
-    return _frozen(value)
+def as_text(value: Any) -> str:
+    """The value as an override has it."""
+    words = {None: "null", True: "true", False: "false"}
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_text, value))}]"
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

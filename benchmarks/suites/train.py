@@ -68,7 +68,7 @@ class SwitchedModel:
         with draws_on(group.device):
             self.gpt = GPT(config, group, path=path)
         cast_parameters(self.gpt, self.gpt.dtype)
-        settings = TrainConfig(steps=SCHEDULE_STEPS, batch_size=batch_size, lr=LEARNING_RATE)
+        settings = TrainConfig(steps=SCHEDULE_STEPS, batch_size=batch_size, lr=LEARNING_RATE, warmup_steps=0)
         self.optimizer = make_optimizer(self.gpt, settings)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(NUM_BYTE_VALUES, (TEXT_BYTES,), generator=generator, dtype=torch.uint8)

@@ -34,13 +34,13 @@ class StoreOptions:
     host_budget: Positive | None = None
     expert_dtype: MXType | None = None
     keep_fp8: bool = False
-    host_cores: str = "off"
+    host_cores: str | int = "off"
     expert_prefetch: PrefetchSetting = "auto"
 
     def __post_init__(self) -> None:
         limits.check(self)
         insists = prefetch_wanted(self.expert_prefetch)
-        word = str(self.host_cores)  # a call may give the number itself
+        word = str(self.host_cores)
         require(
             word in ("auto", "off") or (word.isdecimal() and int(word) >= 1),
             f"host_cores={word!r} must be auto, off, or a number of cores",

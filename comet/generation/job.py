@@ -21,7 +21,7 @@ from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import Source, find_source, is_hf_folder
 from comet.generation.text import ByteCodec, Codec, Printer, context_note
-from comet.jobs.config import JobConfig, activation_dtype, model_group
+from comet.jobs.config import GenerateJob, activation_dtype, model_group
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup
 from comet.models.gpt import GPT
@@ -32,7 +32,7 @@ from comet.training.ranks import RankContext, from_first_rank, gather
 logger = logging.getLogger(__name__)
 
 
-def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
+def generate_job(config: GenerateJob, context: RankContext) -> dict[str, Any]:
     """Load, warm up, and continue the prompts (collective)."""
     settings = config.generate
     source = from_first_rank(lambda: find_source(settings.source))  # a run that goes on may save a newer one
@@ -74,7 +74,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     return result
 
 
-def check_files(config: JobConfig) -> None:
+def check_files(config: GenerateJob) -> None:
     """Read what a run reads before its weights: tokenizer, prompts and the list of tensors; refuse as the run would."""
     settings = config.generate
     source = find_source(settings.source)
@@ -96,7 +96,7 @@ def _open_codec(source: Source) -> Codec:
     return open_codec(source.path)
 
 
-def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engine:
+def _open_engine(source: Source, config: GenerateJob, group: ExpertGroup) -> Engine:
     settings = config.generate
     speculation = None if settings.speculate == "off" else settings
     if source.checkpoint is None:
@@ -117,7 +117,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engin
     )
 
 
-def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated) -> dict[str, Any]:
+def _result(config: GenerateJob, source: Source, group: ExpertGroup, generated: Generated) -> dict[str, Any]:
     """The facts of a run; times are the largest of all ranks.
 
     ``cuda_graph`` says whether all ranks replayed their decode steps from one, ``graph_fallback_reason`` why this rank
@@ -148,7 +148,7 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
     }
 
 
-def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
+def plan_experts(config: GenerateJob, dtype: torch.dtype) -> ExpertBudget | None:
     """Decide where the experts of ``generate``'s model go; ``None`` without a budget."""
     settings, model = config.generate, config.model
     try:

@@ -1,7 +1,7 @@
-"""Configuration of a job: frozen dataclasses that check themselves.
+"""Settings of each task of the command line: one frozen dataclass a task, which checks itself.
 
-The command line composes the same tree (``JobConfig`` is its root), so a field declared here is a setting there. What
-needs the world size, the corpus or the device is checked where those are known (``comet.training.trainer``).
+A field declared here is a setting there. What needs the world size, the corpus or the device is checked where those are
+known (``comet.training.trainer``).
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ class MeasureConfig(limits.Limited):
     rounds: limits.Count = 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneConfig(MeasureConfig):
-    """The shapes to tune, and the folder of measurements.
+@dataclass(frozen=True, kw_only=True)  # without slots, so that settings of more than this can inherit it
+class ProfilesConfig(limits.Limited):
+    """The folder of measurements.
 
     Args:
-        profiles: Folder of profiles; one file per machine.
+        profiles: Folder of the profiles that ``comet tune`` writes, one file per machine. What a profile measured takes
+            the place of ``overlap`` where that is left open.
     """
 
     profiles: Annotated[str, limits.filled("the name of a folder")] = "outputs/profiles"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneConfig(MeasureConfig, ProfilesConfig):
+    """The shapes to tune, and the folder of measurements."""
 
     def __post_init__(self) -> None:
         limits.check(self)
@@ -82,6 +88,7 @@ class SweepConfig(MeasureConfig):
         require(pairs, f"layouts={list(self.layouts)} must each be a pair [ep, tp]")
 
 
+Folder = Annotated[str, limits.filled("the name of a folder")]
 MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
 TrainDtype = Literal["auto", "float32", "bfloat16"]
 MOST_S = 1_000_000
@@ -113,12 +120,25 @@ class LaunchSettings(limits.Limited):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig(limits.Limited):
+class StepConfig(limits.Limited):
+    """The tokens of a training step.
+
+    Args:
+        batch_size: Sequences per rank and step.
+        dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU, and a resumed run keeps it.
+            Parameters stay float32.
+    """
+
+    batch_size: limits.Count = 4
+    dtype: TrainDtype = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig(StepConfig):
     """Length, optimizer and bookkeeping of a run.
 
     Args:
         steps: Optimizer steps in all, those before a resume included.
-        batch_size: Sequences per rank and step.
         lr: Learning rate after warm-up.
         min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
         warmup_steps: Steps of linear warm-up; ``None`` is a tenth of them, but at most 60.
@@ -128,26 +148,22 @@ class TrainConfig(limits.Limited):
         eval_batches: Held-out batches of ``batch_size`` sequences per evaluation, shared out among the ranks.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         checkpoint_every: Steps between checkpoints, of which the newest two are kept; 0 saves at the end only.
-        dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU, and a resumed run keeps it.
-            Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
         cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto``: if
             possible; ``on``: an error if it is not; ``off``: never. A graph is faster with few tokens; it keeps the
             memory of one forward and backward pass between steps.
     """
 
-    steps: limits.Count
-    batch_size: limits.Count
-    lr: limits.Positive = 1e-3
+    steps: limits.Count = 800
+    lr: limits.Positive = 4e-3
     min_lr_ratio: limits.Share = 0.1
-    warmup_steps: Annotated[int, limits.at_least(0), limits.below("steps")] | None = 0
+    warmup_steps: Annotated[int, limits.at_least(0), limits.below("steps")] | None = None
     weight_decay: limits.NonNegative = 0.1
     grad_clip: Annotated[float, limits.above(0), limits.OR_INFINITE] = 1.0
     seed: Annotated[int, limits.at_least(0), limits.below(2**63)] = 0
-    eval_batches: limits.Count = 8
-    eval_every: limits.Natural = 0
-    checkpoint_every: limits.Natural = 0
-    dtype: TrainDtype = "auto"
+    eval_batches: limits.Count = 64
+    eval_every: limits.Natural = 200
+    checkpoint_every: limits.Natural = 200
     sample_bytes: limits.Natural = 80
     cuda_graph: GraphMode = "auto"
 
@@ -190,66 +206,127 @@ class ModularConfig:
         require(len(self.pair) in (0, 2), f"pair={list(self.pair)} must be two names, [PREPARE_FINALIZE,EXPERTS]")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Everything a training job needs.
+    """The settings of every task.
 
     Args:
-        model: What is trained, or measured.
-        parallel: EP and TP of a MoE group; EP x TP divides the world size, the groups are data-parallel.
-        train: How long and how fast.
-        output_dir: Folder of what the task writes: checkpoints, metrics, tables, pictures; made if missing.
-        comm: Communicator.
-        launch: How the ranks are started.
-        moe_path: How the MoE layers run (see ``comet.moe.MoE``).
-        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
-            the default.
-        data: The text.
-        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of ``output_dir``,
-            which must be named then, if there is one; otherwise a checkpoint, or the output folder of another run.
-        resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
-        overwrite: Whether a run that ``output_dir`` holds may be removed, and the trace of ``modular`` be replaced.
-        tune: What the task ``tune`` measures.
-        sweep: What the task ``sweep`` measures.
-        generate: What the task ``generate`` continues, and how.
-        modular: What the task ``modular`` runs.
+        nproc: Ranks to start on this machine; ``None`` starts one on every GPU that the experts divide over, or two on
+            a machine without.
     """
 
-    model: ModelConfig
     parallel: ParallelConfig
-    train: TrainConfig
-    output_dir: Annotated[str, limits.filled("the name of a folder")]
     comm: CommConfig = field(default_factory=CommConfig)
+    nproc: limits.Count | None = None
     launch: LaunchSettings = field(default_factory=LaunchSettings)
-    moe_path: MoEPath = "auto"
-    overlap: OverlapConfig | None = None
-    data: DataConfig = field(default_factory=DataConfig)
-    resume: Annotated[str, limits.filled("auto, a checkpoint or an output folder")] | None = None
-    resume_changes: tuple[str, ...] = ()
-    overwrite: bool = False
-    tune: TuneConfig = field(default_factory=TuneConfig)
-    sweep: SweepConfig = field(default_factory=SweepConfig)
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
-    modular: ModularConfig = field(default_factory=ModularConfig)
+    model: ModelConfig
+
+    def __post_init__(self) -> None:
+        limits.check(self)
+        self.parallel.check(self.model.moe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepJob(JobConfig):
+    """The settings of tasks whose tokens are those of a training step, unless a task's own settings say more."""
+
+    train: StepConfig = field(default_factory=StepConfig)
 
     @property
     def step_tokens(self) -> int:
         return self.train.batch_size * self.model.context
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJob(JobConfig):
+    """The settings of tasks that run a whole model.
+
+    Args:
+        moe_path: How the MoE layers run (see ``comet.moe.MoE``).
+    """
+
+    moe_path: MoEPath = "auto"
+    tune: ProfilesConfig = field(default_factory=ProfilesConfig)
+    overlap: OverlapConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob(ModelJob, StepJob):
+    """The settings of ``comet train``.
+
+    Args:
+        output_dir: Folder of checkpoints, metrics and pictures; made if missing.
+        overwrite: Whether a run that ``output_dir`` holds may be removed.
+        resume: ``None`` starts a new run; ``auto`` continues from the newest complete checkpoint of ``output_dir``,
+            which must be named then, if there is one; otherwise a checkpoint, or the output folder of another run.
+        resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
+    """
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    output_dir: Folder = "outputs/train-${now:%Y%m%d-%H%M%S}"
+    overwrite: bool = False
+    resume: Annotated[str, limits.filled("auto, a checkpoint or an output folder")] | None = None
+    resume_changes: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
-        limits.check(self)
+        super().__post_init__()
         text = self.data.path
         require(
             text is None or not Path(self.output_dir).resolve().is_relative_to(Path(text).resolve()),
             f"output_dir={self.output_dir!r} must not be in data.path={text!r}: a resumed run would read its own files",
         )
-        self.parallel.check(self.model.moe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateJob(ModelJob):
+    """The settings of ``comet generate``."""
+
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.generate.speculate != "off":
             layers = self.model.num_layers - self.model.dense_layers
             self.generate.experts_per_layer(self.model.moe.top_k, layers)
 
 
-def model_group(config: JobConfig, device: torch.device, *, max_tokens: int, dtype: torch.dtype) -> ExpertGroup:
+@dataclass(frozen=True, kw_only=True)
+class TuneJob(StepJob):
+    """The settings of ``comet tune``."""
+
+    tune: TuneConfig = field(default_factory=TuneConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepJob(StepJob):
+    """The settings of ``comet sweep``.
+
+    Args:
+        output_dir: Folder of the table and the picture; made if missing, else the sweep there is continued.
+    """
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    output_dir: Folder = "outputs/sweep-${now:%Y%m%d-%H%M%S}"
+    overlap: OverlapConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModularJob(StepJob):
+    """The settings of ``comet modular``.
+
+    Args:
+        output_dir: Folder of the trace; made if missing.
+        overwrite: Whether the trace of an earlier run may be replaced.
+    """
+
+    modular: ModularConfig = field(default_factory=ModularConfig)
+    output_dir: Folder = "outputs/modular-${now:%Y%m%d-%H%M%S}"
+    overwrite: bool = False
+    overlap: OverlapConfig | None = None
+
+
+def model_group(config: ModelJob, device: torch.device, *, max_tokens: int, dtype: torch.dtype) -> ExpertGroup:
     """Join the MoE group of the job's model, whose layers take what ``tune`` measured (collective)."""
     from comet.layer.group import make_expert_group
 

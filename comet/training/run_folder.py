@@ -10,7 +10,7 @@ from typing import Self
 from filelock import FileLock, Timeout
 
 from comet.config import require
-from comet.jobs.config import JobConfig
+from comet.jobs.config import TrainJob
 from comet.training.checkpoint_folder import (
     MANIFEST,
     Checkpoint,
@@ -76,7 +76,7 @@ class RunFolder(FolderLock):
         job: ``RankContext.job``; a later attempt without it takes the folder for the job's, so that nothing is lost.
     """
 
-    def __init__(self, config: JobConfig, attempt: int, job: str = "") -> None:
+    def __init__(self, config: TrainJob, attempt: int, job: str = "") -> None:
         patience = RESTART_S if attempt else 0.0
         super().__init__(Path(config.output_dir), f"output_dir={config.output_dir!r}", patience_s=patience)
         self.resume, self.overwrite = config.resume, config.overwrite

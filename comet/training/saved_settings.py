@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,43 +12,24 @@ from typing import Any
 import yaml
 
 from comet.config import REMOVED_SETTINGS, OverlapConfig, require
-from comet.jobs.config import JobConfig
+from comet.jobs.config import TrainJob
 
 SETTINGS_FILE = "comet.yaml"
 # How a run is started, not what it is.
 NOT_KEPT = ("output_dir", "resume", "overwrite", "resume_changes")
 # These change no result, or, as for data.path, a fingerprint shows whether they do.
 FREE = (
-    *NOT_KEPT, "nproc", "parallel", "comm", "tune", "sweep", "generate", "modular", "launch", "model.name",
+    *NOT_KEPT, "nproc", "parallel", "comm", "tune", "launch", "model.name",
     "model.moe.max_imbalance", "data.path", "train.checkpoint_every", "train.eval_every", "train.sample_bytes",
     "train.cuda_graph",
 )  # fmt: skip
-
-
-class UniqueLoader(yaml.SafeLoader):
-    """YAML without keys that a mapping has twice and without aliases inside themselves, which PyYAML would take."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """A whole object; raises ``yaml.YAMLError`` where levels are too many or an alias stands in itself."""
-        if node in self.recursive_objects or len(self.recursive_objects) > 20:
-            rule = "must not be nested 20 deep, nor be an alias inside of what it names"
-            raise yaml.constructor.ConstructorError(problem=f"line {node.start_mark.line + 1} {rule}")
-        return super().construct_object(node, deep=True)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping; raises ``yaml.YAMLError`` where a key is there twice."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((name for name in names if names.count(name) > 1), ""):
-            lines = " and ".join(str(key.start_mark.line + 1) for key, _ in node.value if key.value == twice)
-            raise yaml.constructor.ConstructorError(problem=f"{twice} is given in lines {lines}: keep one of them")
-        return super().construct_mapping(node, deep)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their names: ``{"moe": {"top_k": 2}}`` gives ``{"moe.top_k": 2}``."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
     return found
 
 
@@ -55,7 +37,7 @@ def covers(names: Iterable[str], setting: str) -> bool:
     return any(setting == name or setting.startswith(f"{name}.") for name in names)
 
 
-def settings_of(config: JobConfig, world_size: int) -> dict[str, Any]:
+def settings_of(config: TrainJob, world_size: int) -> dict[str, Any]:
     """Return settings that start the same run again, as plain values; a relative ``data.path`` is made absolute."""
     tree: dict[str, Any] = json.loads(json.dumps({**asdict(config), "nproc": world_size}))
     tree["overlap"] = tree["overlap"] or dict.fromkeys(item.name for item in fields(OverlapConfig))
@@ -65,7 +47,15 @@ def settings_of(config: JobConfig, world_size: int) -> dict[str, Any]:
 
 
 def to_yaml(settings: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+    """The settings as a file for ``--config``."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(settings)))
+
+
+def escape(text: str) -> str:
+    """The text as Hydra takes it where ``${`` refers to no other setting."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
@@ -73,25 +63,38 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return None
-    try:
-        tree = yaml.load(path.read_bytes(), UniqueLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} must hold the settings of a run: {error}") from error
-    require(isinstance(tree, dict), f"{path} must hold the settings of a run")
+    tree = read_yaml(path, str(path))
     overlap = tree.get("overlap") or {}
     if overlap.get("beside"):  # Older versions colocated communication by this setting, whatever comm_blocks was.
         overlap["comm_blocks"] = 0
-    return dict(tree)
+    return tree
+
+
+def read_yaml(path: Path, name: str) -> dict[str, Any]:
+    """Return the settings in a YAML file, as they are written; messages call it ``name``."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{name} must be a YAML file of settings: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{name} must have no alias inside what it names, nor hundreds of levels") from error
+    require(isinstance(content, dict), f"{name} must hold settings, name: value, not {content!r:.40}")
+    return content  # type: ignore[return-value]
 
 
 def removed_settings(settings: Mapping[str, Any]) -> list[str]:
     """Settings of a split that an older version had and this run was given, as ``overlap.transport=copy``."""
-    splits = flat({name: settings.get(name) or {} for name in ("overlap", "sweep")})
+    splits = flat({"overlap": settings.get("overlap") or {}})
     given = ((name, value) for name, value in splits.items() if value not in (None, []))
     return [f"{name}={value}" for name, value in given if name.partition(".")[2] in REMOVED_SETTINGS]
 
 
-def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, same_text: bool) -> None:
+def require_same(saved: Mapping[str, Any], config: TrainJob, folder: Path, *, same_text: bool) -> None:
     """Raise ``ValueError`` naming each setting in which a resumed run would differ but for its ``resume_changes``."""
     before, now = flat(saved), flat(settings_of(config, 1))
     changes = config.resume_changes
@@ -112,3 +115,11 @@ def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, s
         f"resume: {', '.join(different.values())} of the run that made {folder}; leave out what differs, or go on with "
         f"the new values: resume_changes=[{','.join([*changes, *different])}]",
     )
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _escaped(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return escape(value) if isinstance(value, str) else value

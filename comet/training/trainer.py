@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from comet.comm.handshake import largest
 from comet.config import OverlapConfig, require
 from comet.errors import NotFiniteError
-from comet.jobs.config import JobConfig, activation_dtype, model_group
+from comet.jobs.config import TrainJob, activation_dtype, model_group
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import path_to_train
@@ -40,7 +40,7 @@ WINDOW_STEPS = 10
 PROMPT_BYTES = 32
 
 
-def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
+def train(config: TrainJob, context: RankContext) -> dict[str, Any]:
     """Train, evaluate and report (collective).
 
     After an error the ranks' shared memory is left to the end of the process, because closing it is collective.
@@ -76,7 +76,7 @@ class Trainer:
 
     reporter: Reporter
 
-    def __init__(self, config: JobConfig, group: ExpertGroup, corpus: Corpus, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, config: TrainJob, group: ExpertGroup, corpus: Corpus, checkpoint: Checkpoint | None) -> None:
         self.config = config
         self.group = group
         self.corpus = corpus
@@ -259,7 +259,7 @@ class Trainer:
         )
 
 
-def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, world_size: int) -> list[str]:
+def _require_same(config: TrainJob, checkpoint: Checkpoint | None, text: str, world_size: int) -> list[str]:
     """Raise ``ValueError`` for settings other than the checkpoint's; return what else the user should know."""
     if checkpoint is None:
         return []
@@ -277,7 +277,7 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
 
 
 def kept_layers(
-    config: JobConfig, group: ExpertGroup, checkpoint: Checkpoint | None
+    config: TrainJob, group: ExpertGroup, checkpoint: Checkpoint | None
 ) -> tuple[str, OverlapConfig | None, list[str]]:
     """Return path and split of the layers, and notes; a resumed run keeps those of its checkpoint, and so its bits.
 

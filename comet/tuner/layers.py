@@ -28,7 +28,7 @@ from comet.comm.base import settle
 from comet.comm.handshake import gather, largest
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import StepFailedError
-from comet.jobs.config import JobConfig, MeasureConfig, activation_dtype
+from comet.jobs.config import JobConfig, MeasureConfig, StepJob, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group, with_legs
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.workspace import Workspace, WorkspaceShape
@@ -40,7 +40,7 @@ from comet.tuner.timing import Timing, Variant, capture, rank_barrier, time_inte
 
 
 def problems_of(
-    measured: MeasureConfig, job: JobConfig, layouts: Sequence[ParallelConfig], device: torch.device
+    measured: MeasureConfig, job: StepJob, layouts: Sequence[ParallelConfig], device: torch.device
 ) -> list[Problem]:
     """Every model in every layout with every number of tokens; the job stands in for empty lists."""
     layers, models = {} if measured.models else {job.model.name: job.model.moe}, read_models()

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from comet.comm import resolve_backend
 from comet.comm.base import require_memory
-from comet.config import OverlapConfig, require
+from comet.config import OverlapConfig
 from comet.errors import NothingMeasuredError
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, SweepJob, TuneJob
 from comet.layer.group import ExpertGroup, agree_on_kernels
 from comet.schedule.choice import (
     Machine,
@@ -55,7 +55,7 @@ Points = dict[Problem, list[Setting]]
 Results = Mapping[Problem, Sequence[Measured]]  # all settings of each problem
 
 
-def sweep_points(job: JobConfig, device: torch.device) -> Points:
+def sweep_points(job: SweepJob, device: torch.device) -> Points:
     """The grid of ``job.sweep``; the job stands in for empty lists.
 
     Example: 2 models, 1 layout, 2 tokens, 3 comm_blocks and 2 panels are 4 problems of 6 settings.
@@ -70,7 +70,7 @@ def sweep_points(job: JobConfig, device: torch.device) -> Points:
     return {problem: list(settings) for problem in problems_of(sweep, job, layouts, device)}
 
 
-def tune_points(job: JobConfig, device: torch.device) -> Points:
+def tune_points(job: TuneJob, device: torch.device) -> Points:
     """The candidates of ``job.tune``; raises ``ValueError`` where a layer does not divide over the ranks."""
     problems = problems_of(job.tune, job, [job.parallel], device)
     for problem in problems:
@@ -102,13 +102,11 @@ def job_columns(job: JobConfig, rounds: int, context: RankContext) -> dict[str, 
     )
 
 
-def sweep_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
+def sweep_job(job: SweepJob, context: RankContext) -> dict[str, Any]:
     """Measure the points of which the CSV file holds no time yet (collective).
 
     Rank 0 has printed the table and, as the last line, the facts that are returned.
     """
-    is_new = job.resume in (None, "auto")
-    require(is_new, f"resume={job.resume!r} must be left out: output_dir=FOLDER continues the sweep of that folder")
     columns = job_columns(job, job.sweep.rounds, context)
     folder = Path(job.output_dir)
     log = Table(folder / CSV_NAME)
@@ -152,7 +150,7 @@ def pending(points: Points, log: Table, columns: dict[str, object]) -> Points:
     return {problem: left for problem, left in todo.items() if left}
 
 
-def tune_job(job: JobConfig, context: RankContext) -> dict[str, Any]:
+def tune_job(job: TuneJob, context: RankContext) -> dict[str, Any]:
     """Measure the candidates of each problem (collective); the fastest is stored as soon as it is known.
 
     Rank 0 has printed the table and, as the last line, the facts that are returned.

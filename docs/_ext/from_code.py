@@ -14,7 +14,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from comet.limits import NUMBERS, limits_in
+from comet.limits import limits_in
 
 
 class FromCode(SphinxDirective):
@@ -84,9 +84,8 @@ def add_limits(app: Sphinx, what: str, name: str, found: Any, options: Any, line
         return
     for field, hint in get_type_hints(found, include_extras=True).items():
         limits = limits_in(hint)
-        kinds = [each.__name__ for each, number in NUMBERS.items() if number == limits.number]
-        if kinds and (words := limits.words(limits.limits)):
-            lines.append(f":type {field}: {kinds[0]}, {words.removeprefix('be ')}")
+        if limits.kind in (int, float, bool) and (words := limits.words(limits.limits)):
+            lines.append(f":type {field}: {limits.kind.__name__}, {words.removeprefix('be ')}")
     lines.append("")
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from comet.comm.handshake import largest
 from comet.config import MoEConfig, require
 from comet.errors import UnavailableError
-from comet.jobs.config import JobConfig, MeasureConfig
+from comet.jobs.config import MeasureConfig, ModularJob
 from comet.launch.distributed import LaunchContext
 from comet.launch.memory import of_largest
 from comet.launch.tasks.registry import did_you_mean
@@ -73,7 +73,7 @@ def table(found: Sequence[Pair]) -> str:
     return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
-def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
+def modular_job(config: ModularJob, context: LaunchContext) -> dict[str, Any]:
     """Print all pairs and run the one that was asked for (collective).
 
     Returns:
@@ -98,7 +98,7 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
     return facts
 
 
-def modular_problems(config: JobConfig, device: torch.device) -> list[Problem]:
+def modular_problems(config: ModularJob, device: torch.device) -> list[Problem]:
     """The one call whose parts are matched; raises ``ValueError`` where the settings of the pair break a rule."""
     find_parts(config)
     tokens = (config.modular.tokens,) if config.modular.tokens else ()
@@ -108,7 +108,7 @@ def modular_problems(config: JobConfig, device: torch.device) -> list[Problem]:
 modular_bytes = of_largest(modular_problems)
 
 
-def find_parts(config: JobConfig) -> list[type]:
+def find_parts(config: ModularJob) -> list[type]:
     """The two classes of ``modular.pair``, none where it is empty.
 
     Raises:
@@ -127,7 +127,7 @@ def find_parts(config: JobConfig) -> list[type]:
     return found
 
 
-def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobConfig) -> dict[str, Call]:
+def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: ModularJob) -> dict[str, Call]:
     """Calls by name: the pair, and the layer that ``auto`` is on the same inputs."""
     transport, experts = (kind(problem.moe, group) for kind in kinds)
     layer = make_path("auto", problem.moe, group, config.overlap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -15,27 +15,20 @@ class Task:
     """One entry of the command line."""
 
     summary: str  # text of the help page
-    # called as function(config, context) on every rank, with a comet.jobs.config.JobConfig and a
-    # comet.launch.distributed.LaunchContext; without a dry run once, with its own words, and returns the exit status
+    # called as function(settings, context) on every rank, with a comet.launch.distributed.LaunchContext; without
+    # settings once, with its own words, and returns the exit status
     function: str  # its module's name and its own
-    settings: Mapping[str, str] = field(default_factory=dict)  # defaults of this task, by name
-    # settings that it reads, and sections of settings, most important first, as its help page shows them; none: all
-    reads: tuple[str, ...] = ()
+    # name of the dataclass of its settings; "" where no ranks are started and the task reads the words after its name
+    # itself, instead of the common options and Hydra overrides
+    settings: str = "comet.jobs.config.TrainJob"
     # words that follow the task's name, each with what they do
     examples: Mapping[str, str] = field(default_factory=dict)
-    # name of the function that makes the lines of --dry-run; None where no ranks are started and the task reads the
-    # words after its name itself, instead of the common options and Hydra overrides
-    dry_run: str | None = "comet.launch.dry_run.describe_train"
+    dry_run: str = "comet.launch.dry_run.describe_train"  # name of the function that makes the lines of --dry-run
     needs: tuple[str, ...] = ()  # packages it cannot end without; what it imports at once need not be named
     memory: str = ""  # name of the function that counts the bytes of one rank; "" where nothing is known of them
     lower: str = ""  # the remedy where memory is short
     # whether rank 0 says which split its layers take; not where many are tried, and a table has them
     shows_split: bool = True
-
-    @property
-    def writes(self) -> bool:
-        """Whether there is an output folder."""
-        return not self.reads or "output_dir" in self.reads
 
     def require_packages(self) -> None:
         """Raise ``ModuleNotFoundError`` if one is missing, before hours of work need it."""
@@ -43,22 +36,16 @@ class Task:
             importlib.import_module(name)
 
 
-def imported(name: str) -> Callable[..., Any]:
-    """The function of that name, which begins with its module's; the module is imported now, if it was not."""
-    module, _, function = name.rpartition(".")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+def imported(name: str) -> Any:
+    """The function or class of that name, which begins with its module's; the module is imported now."""
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
 
-
-LAYER = ("parallel", "comm", "nproc", "launch", "model")  # settings of every layer
-PATH = ("moe_path", "tune.profiles", "overlap")  # how those of a whole model run
-TOKENS = ("train.dtype", "train.batch_size")  # of a training step, which stand in for those of a measurement
 
 TASKS: Mapping[str, Task] = {
     "train": Task(
         "train a small MoE language model end to end",
         "comet.training.trainer.train",
-        reads=("train", "data", "output_dir", "overwrite", "resume", "resume_changes", *PATH, *LAYER),
         examples={
             "": "the small default model, on all GPUs or on two CPU ranks",
             "model=tiny parallel.ep=2 train.steps=200": "",
@@ -77,7 +64,7 @@ TASKS: Mapping[str, Task] = {
     "generate": Task(
         "continue texts with a trained or a Hugging Face model",
         "comet.generation.job.generate_job",
-        reads=("generate", *PATH, *LAYER),
+        settings="comet.jobs.config.GenerateJob",
         examples={
             'generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200': "",
             'generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4': "",
@@ -89,7 +76,7 @@ TASKS: Mapping[str, Task] = {
     "tune": Task(
         "measure how fused kernels best share the GPU, store the fastest settings",
         "comet.tuner.sweep.tune_job",
-        reads=("tune", *TOKENS, *LAYER),
+        settings="comet.jobs.config.TuneJob",
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
         dry_run="comet.launch.dry_run.describe_tune",
         memory="comet.launch.memory.tune_bytes",
@@ -99,8 +86,7 @@ TASKS: Mapping[str, Task] = {
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
         "comet.tuner.sweep.sweep_job",
-        settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
-        reads=("sweep", "output_dir", "resume", "overlap", *TOKENS, *LAYER),
+        settings="comet.jobs.config.SweepJob",
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
         dry_run="comet.launch.dry_run.describe_sweep",
         memory="comet.launch.memory.sweep_bytes",
@@ -111,8 +97,7 @@ TASKS: Mapping[str, Task] = {
     "modular": Task(
         "which dispatches and experts go together; time and trace a pair",
         "comet.launch.tasks.modular.modular_job",
-        settings={"output_dir": "outputs/modular-${now:%Y%m%d-%H%M%S}"},
-        reads=("modular", "output_dir", "overwrite", "overlap", *TOKENS, *LAYER),
+        settings="comet.jobs.config.ModularJob",
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
         dry_run="comet.launch.dry_run.describe_modular",
         memory="comet.launch.tasks.modular.modular_bytes",
@@ -123,7 +108,7 @@ TASKS: Mapping[str, Task] = {
         "compile every kernel ahead of time, no GPU needed",
         "comet.kernels.aot.compile.main",
         examples={"--jobs 4": "with four compilers at a time"},
-        dry_run=None,
+        settings="",
     ),
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks, run_ranks
-from training_cases import Rank, make_job
+from training_cases import MODEL, TRAIN, Rank
 
 import comet.comm.collective
 import comet.comm.fabric
@@ -30,6 +30,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DataParallelDecode, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
 from comet.graphed.moe import GraphedMoE
+from comet.jobs.config import TuneConfig, TuneJob
 from comet.launch.tasks.modular import pairs
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.nodes import NodesPath
@@ -273,8 +274,7 @@ def test_closing_waits_for_all_where_groups_are_of_nccl(rank: int, world_size: i
 
 @in_ranks(2)
 def test_tune_needs_a_node(rank: int, world_size: int, tmp_path: Path) -> None:
-    job = make_job(tmp_path, ep=2)
-    tune = replace(job.tune, profiles=str(tmp_path / "profiles"))
-    job = replace(job, parallel=replace(job.parallel, node_size=1), tune=tune)
+    parallel, tune = ParallelConfig(ep=2, node_size=1), TuneConfig(profiles=str(tmp_path / "profiles"))
+    job = TuneJob(model=MODEL, parallel=parallel, train=TRAIN, tune=tune)
     with pytest.raises(UnavailableError, match=r"^tune needs symmetric memory, but a group of 2 ranks"):
         tune_job(job, Rank(rank, world_size))

@@ -13,7 +13,7 @@ from ranks import in_ranks
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import greedy, make_group, prompt, save_model, tiny_config, tiny_model
-from training_cases import Rank, make_job
+from training_cases import Rank, make_generation
 
 import comet.experts.paths
 from comet.experts.cache import ExpertCache
@@ -110,6 +110,6 @@ def test_a_job_expects_the_hits_of_the_slots_that_fitted(tmp_path: Path) -> None
     save_model(tmp_path, "qwen3_moe", **MODEL)
     limit_memory(6)
     settings = GenerateConfig(source=str(tmp_path), prompts=("ab",), max_new_tokens=2, expert_budget=1.0)
-    job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=settings)
+    job = make_generation(model=model_of(find_source(str(tmp_path))), generate=settings)
     cache = generate_job(job, Rank())["expert_cache"]
     assert cache["slots"] == 3

@@ -18,7 +18,18 @@ from decode_cases import E2M1, QUANTISERS
 from launch_jobs import all_gone
 from ranks import in_ranks, run_ranks
 from tiers import slow
-from training_cases import MODEL, MOE, Rank, awake_model, compare_texts, make_group, make_job, nearly_equal, slots_of
+from training_cases import (
+    MODEL,
+    MOE,
+    Rank,
+    awake_model,
+    compare_texts,
+    make_generation,
+    make_group,
+    make_job,
+    nearly_equal,
+    slots_of,
+)
 
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
@@ -95,8 +106,8 @@ def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytes
     settings = GenerateConfig(
         source=str(tmp_path / "out"), prompt="1", max_new_tokens=4, temperature=0.0, expert_budget=0.5, host_cores="1"
     )
-    job = make_job(tmp_path, model=MODEL, comm=CommConfig(timeout_s=3600.0))
-    found = generate_job(replace(job, generate=settings), Rank())["expert_cache"]
+    job = replace(make_generation(MODEL, settings), comm=CommConfig(timeout_s=3600.0))
+    found = generate_job(job, Rank())["expert_cache"]
     assert found["host_cores"] == {
         "cores": 1, "link_us": 200, "shared_link_us": 220, "request_us": 20, "expert_us": 290, "full_request_us": 20,
         "full_expert_us": 290, "share": [0, 0, 1],

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -16,7 +15,7 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import save_model, tiny_config
 from hf_fp8_cases import publish
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, make_generation, make_job
 
 from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
 from comet.generation.job import generate_job
@@ -24,6 +23,7 @@ from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
 from comet.integrations.hf.families import Family
 from comet.integrations.hf.static import StaticDecoder
+from comet.jobs.config import GenerateJob
 from comet.jobs.generate import GenerateConfig
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run import prefetch_told
@@ -44,7 +44,7 @@ def qwen(tmp_path_factory):
 
 def job_of(folder, tmp_path, **settings):
     model = model_of(find_source(str(folder)))
-    return make_job(tmp_path, model=model, generate=replace(GREEDY, source=str(folder), **settings))
+    return make_generation(model=model, generate=replace(GREEDY, source=str(folder), **settings))
 
 
 def test_the_job_writes_the_same(qwen, tmp_path, capsys):
@@ -145,7 +145,7 @@ def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys):
 BUDGET = "generate.expert_budget"
 FROM_FILES = "expert_store=file host_budget=0.75"
 MISTAKES = [  # budget and other settings, and what is said
-    ("0", "generate.expert_budget=0.0 must be above 0, or None"),
+    ("0", "generate.expert_budget=0 must be above 0, or None"),
     (f"0.5 expert_prefetch=true {FROM_FILES}", "expert_prefetch=True must be auto or false with expert_store=file: "),
     ("0.5 expert_dtype=mxfp4 keep_fp8=true", "generate.expert_dtype=mxfp4 must be None"),
     ("0.5 host_budget=0.5", "generate.host_budget=0.5 must be None with expert_store=host"),
@@ -172,7 +172,7 @@ def test_files_are_for_hugging_face(tmp_path):
     from comet.generation.job import plan_experts
 
     settings = GenerateConfig(source=str(tmp_path), prompt="x", expert_budget=0.5, **FILE)
-    job = make_job(tmp_path, model=MODEL, generate=settings)
+    job = make_generation(model=MODEL, generate=settings)
     with pytest.raises(ValueError, match=r"generate\.expert_store='file' must be left out with a checkpoint of comet"):
         plan_experts(job, torch.float32)
     with pytest.raises(ValueError, match=r"generate\.keep_fp8=True must be left out with a checkpoint of comet train"):
@@ -181,9 +181,9 @@ def test_files_are_for_hugging_face(tmp_path):
 
 def test_a_budget_without_a_group_is_one_rank(qwen):
     words = [f"generate.source={qwen}"]
-    assert default_ranks(compose([*words, f"{BUDGET}=0.5"]), 4) == 1
-    assert default_ranks(compose([*words, f"{BUDGET}=0.5", "parallel.ep=2"]), 4) == 4
-    assert default_ranks(compose(words), 4) == 4
+    assert default_ranks(compose([*words, f"{BUDGET}=0.5"], GenerateJob), 4) == 1
+    assert default_ranks(compose([*words, f"{BUDGET}=0.5", "parallel.ep=2"], GenerateJob), 4) == 4
+    assert default_ranks(compose(words, GenerateJob), 4) == 4
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
@@ -204,7 +204,7 @@ def generated_by_a_rank(
     rank: int, world_size: int, folder: str, budget: float | None, expert_dtype=None, node_size=None
 ):
     settings = replace(GREEDY, source=folder, prompts=("1",), expert_budget=budget, expert_dtype=expert_dtype)
-    job = make_job(Path(folder), model=WIDE, ep=world_size, generate=settings)
+    job = make_generation(model=WIDE, ep=world_size, generate=settings)
     return generate_job(replace(job, parallel=replace(job.parallel, node_size=node_size)), Rank(rank, world_size))
 
 

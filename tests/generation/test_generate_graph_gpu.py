@@ -11,7 +11,7 @@ from generate_cases import drafting_rounds
 from gpus import ON_GPUS, no_wait
 from ranks import in_ranks
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job, slots_of
+from training_cases import MODEL, MOE, Rank, awake_model, make_generation, make_group, make_job, slots_of
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.generation.engine import Engine, GPTEngine
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_the_training_job(tmp_path: Path) -> None:
     made = {}
     for mode in ("off", "on", "auto"):
         settings = GenerateConfig(source=str(tmp_path / "out"), prompts=("3 times 4", "17"), max_new_tokens=60)
-        job = make_job(tmp_path, model=MODEL_GPU, generate=replace(settings, cuda_graph=mode))
+        job = make_generation(model=MODEL_GPU, generate=replace(settings, cuda_graph=mode))
         made[mode] = generate_job(job, Rank(device=GPU))
     assert made["off"]["texts"] == made["on"]["texts"] == made["auto"]["texts"]
     assert [made[mode]["cuda_graph"] for mode in ("off", "on", "auto")] == [False, True, True]

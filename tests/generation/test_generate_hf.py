@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import save_model, tiny_model
 from hf_fp8_cases import publish, stock
-from training_cases import Rank, make_job
+from training_cases import Rank, make_generation
 
 from comet.config import OverlapConfig
 from comet.generation.hf import HFEngine, open_codec
@@ -49,7 +49,7 @@ def stock_texts(model, folder) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_padded_batch_is_what_the_stock_model_writes_and_is_reported(family, qwen, tmp_path, capsys):
     folder, model = qwen if family == "qwen3_moe" else (tmp_path, save_model(tmp_path, family))
-    job = make_job(tmp_path, model=model_of(find_source(str(folder))), generate=replace(GREEDY, source=str(folder)))
+    job = make_generation(model=model_of(find_source(str(folder))), generate=replace(GREEDY, source=str(folder)))
     result = generate_job(job, Rank())
     assert tuple(result["texts"]) == stock_texts(model, folder)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["source"] == str(folder)
@@ -67,7 +67,7 @@ def fp8(tmp_path_factory):
 def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
     source = find_source(str(fp8))
     settings = replace(GREEDY, source=str(fp8), keep_fp8=True)
-    job = make_job(tmp_path, model=model_of(source), generate=settings)
+    job = make_generation(model=model_of(source), generate=settings)
     assert tuple(generate_job(job, Rank())["texts"]) == stock_texts(stock(fp8), fp8)
     kept, whole = (
         generation_needs(replace(job, generate=each), torch.bfloat16)
@@ -85,7 +85,7 @@ def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
 def test_a_dry_run_counts_the_weights_as_they_are_held(tmp_path, dtype):
     """The folder is in float32; a run in another type holds no weight in float32."""
     save_model(tmp_path, "qwen3_moe", mlp_only_layers=[])
-    job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=replace(GREEDY, source=str(tmp_path)))
+    job = make_generation(model=model_of(find_source(str(tmp_path))), generate=replace(GREEDY, source=str(tmp_path)))
     held = sum(weight.nbytes for weight in load_pretrained(tmp_path, dtype=dtype).parameters())
     needs = generation_needs(job, dtype)
     assert needs["weights while loading"] == needs["weights"] == pytest.approx(held, rel=0.01)
@@ -198,7 +198,7 @@ def test_the_context_is_what_rope_scaling_extends_it_to(rope, context, tmp_path)
         return
     model = type(model).from_pretrained(tmp_path, experts_implementation="eager")
     settings = replace(GREEDY, source=str(tmp_path), prompts=(PROMPTS[2] * 3,))  # 57 tokens, more than 32
-    result = generate_job(make_job(tmp_path, model=shape, generate=settings), Rank())
+    result = generate_job(make_generation(model=shape, generate=settings), Rank())
     ids = open_codec(tmp_path).encode(PROMPTS[2] * 3)
     made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=END)
     assert result["texts"][0] == open_codec(tmp_path).tokenizer.decode(made[0, len(ids) :])
@@ -207,7 +207,7 @@ def test_the_context_is_what_rope_scaling_extends_it_to(rope, context, tmp_path)
 @pytest.mark.parametrize("changes", [dict(moe_path="plain"), dict(overlap=OverlapConfig(num_panels=2))])
 def test_choices_that_a_folder_does_not_take_are_refused(changes, qwen, tmp_path):
     source = str(qwen[0])
-    job = make_job(tmp_path, model=model_of(find_source(source)), generate=replace(GREEDY, source=source))
+    job = make_generation(model=model_of(find_source(source)), generate=replace(GREEDY, source=source))
     with pytest.raises(ValueError, match=r"(moe_path|overlap)=.* must be left out with a Hugging Face folder"):
         generate_job(replace(job, **changes), Rank())
 

@@ -8,23 +8,23 @@ from shutil import copytree
 import launch_jobs
 import pytest
 import torch
-import yaml
 from ranks import in_ranks
 from refusals import refusal
-from training_cases import MODEL, MOE, Rank, make_job, make_model
+from training_cases import MODEL, MOE, Rank, make_generation, make_job, make_model
 
 from comet.generation import job as generation_job
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.generation.text import table
+from comet.jobs.config import GenerateJob
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM, main
-from comet.launch.config import compose, split_verbatim
+from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
+from comet.launch.dry_run import resolved_yaml
 from comet.launch.memory import generation_needs
 from comet.models.cache import KeyValueCache
-from comet.training.saved_settings import to_yaml
 from comet.training.trainer import train
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
@@ -53,7 +53,7 @@ def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     assert status == 0, err
     result = json.loads(out[-1])
     settings = replace(GREEDY, source=str(trained), prompts=PROMPTS[:1])
-    (text,) = generate_job(make_job(trained, model=TRAINED, generate=settings), Rank())["texts"]
+    (text,) = generate_job(make_generation(model=TRAINED, generate=settings), Rank())["texts"]
     assert (result["task"], result["text"], result["texts"]) == ("generate", text, [text])
     assert (result["world_size"], result["ep"], result["tp"], result["device"]) == (2, 2, 1, "cpu")
     assert (result["prompt_tokens"], result["new_tokens"]) == (14, 12)
@@ -94,11 +94,11 @@ def test_a_checkpoint_of_an_unknown_kind_of_model(trained, tmp_path):
     manifest["model"]["moe.flavour"] = 1
     (run / "step-000040" / "comet.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"holds a model this version does not know: .*flavour"):
-        compose([f"generate.source={run}/step-000040"])
+        compose([f"generate.source={run}/step-000040"], GenerateJob)
 
 
 def test_a_source_must_be_given(tmp_path):
-    job = make_job(tmp_path, model=TRAINED, generate=GenerateConfig(prompt="x"))
+    job = make_generation(model=TRAINED, generate=GenerateConfig(prompt="x"))
     with pytest.raises(ValueError, match=r"generate\.source must be given"):
         generate_job(job, Rank())
 
@@ -116,7 +116,7 @@ def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(train
     run = copytree(trained, tmp_path / "run")
     truncate(run / "step-000040")
     settings = GenerateConfig(source=str(run), prompts=PROMPTS, max_new_tokens=3, seed=4)
-    result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
+    result = generate_job(make_generation(model=TRAINED, generate=settings), Rank())
     out, err = capsys.readouterr()
     assert (result["stopped_by"], err) == (("length", "length"), "")
     assert out.startswith(f"{PROMPTS[0]}{result['texts'][0]}\n\n{PROMPTS[1]}{result['texts'][1]}\n----\n")
@@ -131,17 +131,17 @@ def test_a_text_cut_at_the_context_says_so(trained, tmp_path, capsys):
     long = "b" * (TRAINED.context - 3)
     for prompts, which in (("a", long), "text 2 of 2"), ((long, "a", long), "texts 1, 3 of 3"):
         settings = GenerateConfig(source=str(trained), prompts=prompts, max_new_tokens=4)
-        result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
+        result = generate_job(make_generation(model=TRAINED, generate=settings), Rank())
         assert result["stopped_by"] == tuple("length" if prompt == "a" else "context" for prompt in prompts)
         told = f"comet: {which} ended at the model's context of {TRAINED.context} tokens, prompt included\n"
         assert capsys.readouterr().err == told
 
 
 def test_the_source_decides_the_model(trained):
-    job = job_of_command(compose([f"generate.source={trained}"]), 2)
+    job = job_of_command(compose([f"generate.source={trained}"], GenerateJob), 2, GenerateJob)
     assert job.model == TRAINED
-    with pytest.raises(ValueError, match=r"decides the model: model=tiny, \+\+model\.name=x must be left out"):
-        compose([f"generate.source={trained}", "model=tiny", "++model.name=x"])
+    with pytest.raises(ValueError, match=r"stands in for model: model=tiny, \+\+model\.name=x must be left out$"):
+        compose([f"generate.source={trained}", "model=tiny", "++model.name=x"], GenerateJob)
 
 
 def test_a_text_does_not_depend_on_others_through_the_capacity_of_experts(trained):
@@ -159,22 +159,27 @@ def test_ranks_take_the_checkpoint_and_the_tokens_of_rank_0(rank, world_size, tr
     generation_job.find_source = lambda _: find_source(f"{trained}/step-0000{20 if rank else 40}")
     generation_job.encode_prompts = lambda *_: [[rank + 1] * (rank + 1)]
     settings = GenerateConfig(source=str(trained), prompt="x", max_new_tokens=2)
-    result = generate_job(make_job(tmp_path, model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))
+    result = generate_job(make_generation(model=TRAINED, ep=2, generate=settings), Rank(rank, world_size))
     assert (result["source"], result["prompt_tokens"]) == (f"{trained}/step-000040", 1)
 
 
-def test_texts_reach_the_job_as_they_were_typed():
-    words = ["model=tiny", "generate.prompt=a, b ", "generate.prompt= [x=${y\n", "generate.stop='}"]
-    assert split_verbatim(words) == (["model=tiny"], {"prompt": " [x=${y\n", "stop": "'}"})
-    container = compose([*words, "output_dir=x"])
-    settings = job_of_command(container, 2).generate
-    assert (settings.prompt, settings.stop) == (" [x=${y\n", "'}")
-    assert yaml.safe_load(to_yaml(container)) == container, "a dry run prints text that is no interpolation"
+TYPED = " [x=${y\n \\${z} \\\\${z}, 'a' \"b\" \\ null # \t~\\"
+
+
+def test_texts_reach_the_job_as_they_were_typed(tmp_path):
+    words = ["model=tiny", "generate.prompt=a, b ", f"generate.prompt={TYPED}", "generate.stop='}"]
+    container = compose(words, GenerateJob)
+    job = job_of_command(container, 2, GenerateJob)
+    assert (job.generate.prompt, job.generate.stop) == (TYPED, "'}")
+    (tmp_path / "again.yaml").write_text(resolved_yaml(container, job, 2))
+    again = compose([], GenerateJob, file=f"{tmp_path}/again.yaml")
+    assert again["generate"] == container["generate"], "a dry run prints text that is no interpolation"
 
 
 def test_memory_of_a_dry_run_is_that_of_the_run(trained):
     settings = GenerateConfig(source=str(trained), prompts=("abc", "x" * 30), max_new_tokens=20)
-    job = replace(job_of_command(compose([f"generate.source={trained}", "parallel=single"]), 1), generate=settings)
+    words = [f"generate.source={trained}", "parallel=single"]
+    job = replace(job_of_command(compose(words, GenerateJob), 1, GenerateJob), generate=settings)
     wide = replace(TRAINED, moe=replace(TRAINED.moe, shared_ffn_size=2 * TRAINED.moe.ffn_size))
     cache = KeyValueCache(TRAINED, num_sequences=2, length=32, dtype=torch.float32, device=torch.device("cpu"))
     for config in (TRAINED, wide):

@@ -17,7 +17,7 @@ from ranks import in_ranks, run_ranks
 from refusals import refusal
 from tiers import slow
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job, slots_of
+from training_cases import MODEL, MOE, Rank, awake_model, make_generation, make_group, make_job, slots_of
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.generation.engine import GPTEngine
@@ -220,7 +220,7 @@ def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys
         settings = GenerateConfig(source=str(trained), prompt="1", max_new_tokens=20, temperature=0.0,
                                   expert_budget=0.5, **drafts)  # fmt: skip
         model = replace(MODEL, moe=replace(MOE, num_experts=8, top_k=3))
-        found.append(generate_job(replace(make_job(tmp_path, model=model), generate=settings), Rank()))
+        found.append(generate_job(make_generation(model, settings), Rank()))
     plain, speculative = found
     assert speculative["text"] == plain["text"]
     assert "speculation" not in plain
@@ -279,7 +279,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def jobs_of(
     rank: int, world_size: int, folder: str, ep: int, tp: int, cases: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    job, found = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder))), []
+    job, found = make_generation(model_of(find_source(folder)), ep=ep, tp=tp), []
     Speculation.__init__.__defaults__ = (itertools.count().__next__,)
     for changes in cases:
         settings = replace(GREEDY, source=folder, **changes)

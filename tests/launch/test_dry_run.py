@@ -1,6 +1,7 @@
 """``--dry-run`` and ``--config``: what is printed before anything starts, and a user's YAML file, there and back."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from refusals import dry_run, refusal
 from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
+from comet.jobs.config import GenerateJob, SweepJob, TrainJob, TuneJob
 from comet.launch.config import compose, default_ranks, make_job
 from comet.launch.dry_run import describe_nodes
 from comet.launch.memory import layer_bytes
-from comet.launch.tasks.registry import TASKS
+from comet.launch.tasks.registry import TASKS, imported
 from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.schedule.choice import Problem
 
@@ -38,10 +40,6 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["train", "resume=nope"], "resume must be 'auto', a checkpoint or a folder of checkpoints: 'nope'"),
         (
             ["train", "resume=auto"],
-            "resume='auto' must come with the output_dir of the run, as output_dir=outputs/run: ",
-        ),
-        (
-            ["sweep", "resume=auto"],
             "resume='auto' must come with the output_dir of the run, as output_dir=outputs/run: ",
         ),
         (["tune", "tune.models=[tiny,nope]"], "tune.models=[tiny,nope]: 'nope' must be one of "),
@@ -153,16 +151,16 @@ def test_a_dry_run_of_layers_counts_each_shape(task, capfd):
         assert sizes == [f"{size / 2**20:,.1f}" for size in (pool, weights, pool + weights)]
 
 
-FILE = """
+FILE = r"""
 model: mixtral_8x7b
 model.num_layers: 2
 parallel: ep4
-train: {steps: 20, lr: 1e-3, cuda_graph: off}
-generate: {prompt: "a ${b} [c, ", prompts: ["${x", y], stop: 7}
+train: {steps: 20, lr: 1e-3, cuda_graph: "off"}
+generate: {prompt: 'a \${b} [c, ', prompts: ['\${x', y], stop: "7"}
 sweep.layouts: [[4, 1], [2, 2]]
 output_dir: here
-tune.profiles: 2026_11_26
-data: {path: 1e3}
+tune.profiles: "2026_11_26"
+data: {path: "1e3"}
 overwrite: true
 train.eval_every: 1_000
 resume: ~
@@ -177,22 +175,20 @@ def file(tmp_path: Path) -> str:
 
 
 def test_the_file_counts_more_than_defaults_and_less_than_overrides(file: str) -> None:
-    defaults = {"output_dir": "task", "moe_path": "twin"}
-    job = compose(["train.steps=70", "generate.stop=z"], file=file, defaults=defaults)
+    job = compose(["train.steps=70"], file=file)
     assert (job["model"]["name"], job["model"]["num_layers"]) == ("mixtral_8x7b", 2)
     assert (job["parallel"]["ep"], job["parallel"]["tp"]) == (4, 1)
     assert (job["train"]["steps"], job["train"]["lr"], job["train"]["cuda_graph"]) == (70, 1e-3, "off")
-    assert (job["output_dir"], job["moe_path"]) == ("here", "twin")
-    assert (job["tune"]["profiles"], job["data"]["path"]) == ("2026_11_26", "1e3")
+    assert (job["output_dir"], job["tune"]["profiles"], job["data"]["path"]) == ("here", "2026_11_26", "1e3")
     assert (job["overwrite"], job["train"]["eval_every"], job["resume"]) == (True, 1000, None)
-    assert job["generate"]["prompt"] == "a ${b} [c, "
-    assert (job["generate"]["prompts"], job["generate"]["stop"]) == (["${x", "y"], "z")
-    assert job["sweep"]["layouts"] == [[4, 1], [2, 2]]
-    assert compose([], file=file)["generate"]["stop"] == "7"
+    settings = compose(["generate.stop=z"], GenerateJob, file=file)["generate"]
+    assert (settings["prompt"], settings["prompts"], settings["stop"]) == ("a ${b} [c, ", ["${x", "y"], "z")
+    assert compose([], GenerateJob, file=file)["generate"]["stop"] == "7"
+    assert compose([], SweepJob, file=file)["sweep"]["layouts"] == [[4, 1], [2, 2]]
 
 
 def test_an_override_of_a_group_replaces_what_the_file_says_of_it(file: str) -> None:
-    job = compose(["model=tiny", "parallel=ep2", "generate.prompts=[q]"], file=file)
+    job = compose(["model=tiny", "parallel=ep2", "generate.prompts=[q]"], GenerateJob, file=file)
     assert job["model"] == compose([])["model"]
     assert (job["parallel"]["ep"], job["parallel"]["tp"]) == (2, 1)
     assert job["generate"]["prompts"] == ["q"]
@@ -207,11 +203,11 @@ def test_a_resolved_configuration_is_the_same_job_again(task: str, file: str, tm
     resolved, _ = dry_run(capsys, task, "--config", file, *overrides)
     again.write_text(resolved)
     assert dry_run(capsys, task, "--config", str(again))[0] == resolved
-    reads = TASKS[task].reads
-    wanted = make_job(compose(overrides, file=file, reads=reads), 4)
-    assert make_job(compose([], file=str(again)), 4) == make_job(compose([], file=str(again), reads=reads), 4) == wanted
-    assert (wanted.generate.prompt == "a ${b} [c, ") == (task == "generate")
-    assert yaml.safe_load(resolved)["output_dir"] == "here"
+    settings = imported(TASKS[task].settings)
+    wanted = make_job(compose(overrides, settings, file=file), 4, settings)
+    assert make_job(compose([], settings, file=str(again)), 4, settings) == replace(wanted, nproc=4)
+    assert isinstance(wanted, TrainJob) or wanted.generate.prompt == "a ${b} [c, "
+    assert yaml.safe_load(resolved).get("output_dir") == {"train": "here"}.get(task)
 
 
 @pytest.mark.parametrize(
@@ -220,17 +216,18 @@ def test_a_resolved_configuration_is_the_same_job_again(task: str, file: str, tm
 @pytest.mark.parametrize("task", ["train", slow("tune"), slow("sweep"), slow("modular")])
 def test_what_a_file_says_of_generate_changes_no_other_task(task: str, text: str, tmp_path) -> None:
     (tmp_path / "all.yaml").write_text(f"model: mixtral_8x7b\ngenerate: {text}")
-    found = compose([], file=f"{tmp_path}/all.yaml", reads=TASKS[task].reads)
+    settings = imported(TASKS[task].settings)
+    found = compose([], settings, file=f"{tmp_path}/all.yaml")
     assert (found["model"]["name"], default_ranks(found, 4)) == ("mixtral_8x7b", 4)
-    make_job(found, 4)
+    make_job(found, 4, settings)
 
 
 def test_only_tasks_that_resume_take_the_settings_of_the_run_and_none_those_of_another_task(tmp_path) -> None:
     (tmp_path / "comet.yaml").write_text("{model: {num_layers: 9}, generate: {source: none}}")
     (tmp_path / "all.yaml").write_text(f"resume: {tmp_path}")
-    found = {task: compose([], file=f"{tmp_path}/all.yaml", reads=TASKS[task].reads) for task in ("train", "tune")}
-    assert found["train"]["model"]["num_layers"] == 9 != found["tune"]["model"]["num_layers"]
-    assert found["train"]["output_dir"] == str(tmp_path) != found["tune"]["output_dir"]
+    train, tune = (compose([], settings, file=f"{tmp_path}/all.yaml") for settings in (TrainJob, TuneJob))
+    assert train["model"]["num_layers"] == 9 != tune["model"]["num_layers"]
+    assert (train["output_dir"], "generate" in train) == (str(tmp_path), False)
 
 
 @pytest.mark.parametrize(
@@ -238,21 +235,19 @@ def test_only_tasks_that_resume_take_the_settings_of_the_run_and_none_those_of_a
     [
         ("overlap: {transport: copy}", "overlap.transport is no longer a setting: leave it out"),
         ("train: {stepz: 3}", "train.stepz is no setting; did you mean train.steps?"),
-        ("train: {steps: abc}", "train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
-        ("train: 3", "train must hold settings, name: value, not 3"),
-        ("overwrite: maybe", "overwrite: Value 'maybe' is not a valid bool"),
         ("model: foo", "model='foo' must be one of deepseek_v3, "),
         ("model: {moe: {top: 3}}", "model.moe.top is no setting; did you mean model.moe.top_k?"),
-        ("a: [", " must be a YAML file: "),
+        ("a: [", " must be a YAML file of settings: "),
+        ("a: &x [*x]", " must have no alias inside what it names, nor hundreds of levels"),
+        ("train:\n  lr: &x\n    b: {c: *x}", " must have no alias inside what it names"),
+        (3000 * "[", " must have no alias inside what it names, nor hundreds of levels"),
+        ("5", " must be a file that can be read: Invalid loaded object type: int"),
         (
-            "a: &x [*x]",
-            " must be a YAML file: line 1 must not be nested 20 deep, nor be an alias inside of what it names",
+            "data.path: ${x",
+            " must be a YAML file of settings: no viable alternative at input '${x' full_key: data.path",
         ),
-        ("train:\n  lr: &x\n    b: {c: *x}", " must be a YAML file: line 2 must not be nested 20 deep"),
-        ("a: " + 200 * "[" + 200 * "]", " must be a YAML file: line 1 must not be nested 20 deep"),
-        (3000 * "[", " must be a YAML file: maximum recursion depth exceeded"),
         ("- 1", " must hold settings, name: value, not [1]"),
-        ("generate: {prompts: a}", "generate.prompts: "),
+        ("1: 2", "1 is no setting"),
         ("defaults: [x]", "defaults is no setting"),
     ],
 )
@@ -262,6 +257,28 @@ def test_a_mistake_in_the_file_is_one_line(text: str, message: str, tmp_path, ca
     said = refusal(capsys, "train", "--dry-run", f"--config={path}")
     assert said.startswith(f"--config={path}")
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {steps: abc}", "train.steps='abc' must be a whole number and at least 1"),
+        ("train: 3", "train=3 must name one of the settings in train, such as train."),
+        ("train: {lr: [1]}", "train.lr=[1] must be a finite number and above 0"),
+        (
+            "train: {cuda_graph: off}",
+            "train.cuda_graph=False must be a text and one of auto, on, off: put quotes around",
+        ),
+        ("overwrite: maybe", "overwrite='maybe' must be True or False"),
+        ("tune.profiles: 2026_11_26", "tune.profiles=20261126 must be a text and the name of a folder: put quotes"),
+        ("resume: 5", "resume=5 must be a text and auto, a checkpoint or an output folder, or None: put quotes"),
+        ("data.path: ${x}", "data.path must be a value, or refer to another setting by its whole name, as "),
+    ],
+)
+def test_a_wrong_value_in_the_file_is_named_as_on_the_command_line(text: str, message: str, tmp_path, capsys) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert refusal(capsys, "train", "--dry-run", f"--config={path}").startswith(message)
 
 
 def test_only_tasks_that_resume_ask_for_the_folder_of_a_run(tmp_path, capsys) -> None:

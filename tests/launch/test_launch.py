@@ -49,7 +49,7 @@ from comet.training.checkpoint_folder import find_checkpoints
 from comet.training.trainer import train
 
 
-@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.dry_run])
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.settings])
 def test_every_task_with_settings_takes_the_common_options(name, capfd):
     status, out, _ = run_without_gpu(capfd, name, "--help")
     assert out.startswith(f"usage: comet {name} [options] [settings]\n\n{TASKS[name].summary}\n")
@@ -83,8 +83,8 @@ TASK_NAMES = "must be one of train, generate, tune, sweep, modular, compile"
     (["sweep", "output_dir=/dev/null/x/y"], "output_dir must be a folder to write in (Not a directory): "),
     (["compile", "--filter", "a\udcc3"], r"the argument b'a\xc3' must be text in UTF-8"),
     (["train", "--fast"], "unrecognized arguments: --fast"),
-    (["generate", "train.dtype=float32", "nproc=1"], "train.dtype must be left out: the task reads no settings but"),
-    (["tune", "output_dir=x", "train.batch_size=2", "train.lr=1"], "output_dir, train.lr must be left out: the task "),
+    (["generate", "train.dtype=float32"], "override 'train.dtype=float32': train.dtype must be left out: it is a set"),
+    (["tune", "output_dir=x", "train.lr=1"], "override 'output_dir=x': output_dir must be left out: it is a setting "),
 ])  # fmt: skip
 def test_a_mistake_ends_with_status_2_and_one_line(words, message, capfd):
     assert refusal(capfd, *words).startswith(message)

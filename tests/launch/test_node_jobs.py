@@ -19,12 +19,12 @@ from hf_fp8_cases import published
 from launch_jobs import all_gone, end_of, processes_of, start_two_agents, training, wait_for_checkpoint
 from pages import fences
 from ranks import run_ranks
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, make_generation, make_job
 
 from comet.config import ParallelConfig
 from comet.generation.job import generate_job
 from comet.integrations import hf
-from comet.jobs.config import JobConfig
+from comet.jobs.config import TrainJob
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import PROGRAM
 from comet.training.trainer import train
@@ -36,7 +36,7 @@ SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}  # whole blocks
 EXACT = ("heldout_nats_per_byte", "steps", "parameters", "cuda_graph")
 
 
-def job_of(folder: Path, name: str, parallel: ParallelConfig, **changes: Any) -> JobConfig:
+def job_of(folder: Path, name: str, parallel: ParallelConfig, **changes: Any) -> TrainJob:
     settings: dict[str, Any] = {"steps": 6, "checkpoint_every": 2, "sample_bytes": 3, "eval_batches": 1}
     job = make_job(folder, model=TRAINED, output_dir=str(folder / name), **(settings | changes))
     return replace(job, parallel=parallel)
@@ -51,7 +51,7 @@ def first_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "again": train(job_of(folder, "again", TWO_NODES, resume=str(saved)), me),
     }
     source = replace(GREEDY, source=str(folder / "two"))
-    runs["text"] = generate_job(replace(job_of(folder, "text", TWO_NODES), generate=source), me)["texts"]
+    runs["text"] = generate_job(replace(make_generation(TRAINED, source), parallel=TWO_NODES), me)["texts"]
     return runs
 
 
@@ -71,7 +71,7 @@ def test_training_goes_on_over_another_number_of_nodes(tmp_path: Path) -> None:
     assert [each["text"] for each in others] == [two["text"]] * 3
     assert [two["again"][key] for key in EXACT] == [two["two"][key] for key in EXACT]
     assert two["one"]["heldout_nats_per_byte"] == pytest.approx(two["two"]["heldout_nats_per_byte"], rel=1e-5)
-    job = replace(job_of(tmp_path, "text", ParallelConfig()), generate=replace(GREEDY, source=str(tmp_path / "two")))
+    job = make_generation(TRAINED, replace(GREEDY, source=str(tmp_path / "two")))
     assert generate_job(job, Rank())["texts"] == two["text"], "of a rank alone"
     start, _ = run_ranks(go_on, 2, tmp_path, "two", "start", ONE_NODE, 6, timeout=300)
     assert start == pytest.approx(two["two"]["heldout_nats_per_byte"], rel=1e-5)

@@ -11,9 +11,9 @@ import torch
 from ranks import run_ranks
 from training_cases import Rank
 
+from comet.jobs.config import ModularJob
 from comet.launch.config import compose, make_job
 from comet.launch.tasks.modular import find_parts, modular_job
-from comet.launch.tasks.registry import TASKS
 from comet.quantization.formats import WEIGHT_TYPES
 
 PAIR = "SymmetricBatched", "GroupedBatched"
@@ -23,7 +23,7 @@ def printed(rank: int, world_size: int, settings: list[str]) -> list[str]:
     """The lines that the task prints on a rank."""
     out = io.StringIO()
     with redirect_stdout(out):
-        modular_job(make_job(compose(settings, defaults=TASKS["modular"].settings), world_size), Rank(rank, world_size))
+        modular_job(make_job(compose(settings, ModularJob), world_size, ModularJob), Rank(rank, world_size))
     return out.getvalue().splitlines()
 
 
@@ -48,16 +48,16 @@ def test_a_pair_is_timed_and_traced_beside_the_fused_layer(tmp_path: Path) -> No
     assert found["FusedPrepareFinalize", "FusedExperts"] == ["Tensor"]
     assert sum("SingleRank sends nothing to other ranks" in line for line in lines[:-1]) == 6
     with pytest.raises(ValueError, match=r"output_dir='.*run' holds the trace\.json of an earlier run: overwrite=true"):
-        find_parts(make_job(compose(settings), 2))
+        find_parts(make_job(compose(settings, ModularJob), 2, ModularJob))
     for free in (["overwrite=true"], ["modular.pair=[]"]):
-        find_parts(make_job(compose([*settings, *free]), 2))
+        find_parts(make_job(compose([*settings, *free], ModularJob), 2, ModularJob))
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("model=tiny", "modular.pair=[AllToAll,GroupedBatched]", "modular.tokens=4", f"output_dir={tmp_path}/x")
-    job = make_job(compose(settings), 1)
+    job = make_job(compose(settings, ModularJob), 1, ModularJob)
     with pytest.raises(ValueError, match="AllToAll hands out contiguous rows, GroupedBatched takes batched rows"):
         modular_job(job, types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")))  # type: ignore[arg-type]
     assert "AllToAll              GroupedBatched          no: AllToAll hands" in capsys.readouterr().out

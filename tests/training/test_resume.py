@@ -20,6 +20,7 @@ from refusals import dry_run, refusal
 from tiers import slow
 from training_cases import MODEL, Rank, losses, make_job, make_text
 
+from comet.jobs.config import SweepJob
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
@@ -153,7 +154,7 @@ def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
 
 def test_broken_settings_are_a_mistake_of_one_line(run, tmp_path):
     (tmp_path / "comet.yaml").write_text("train: [")
-    with pytest.raises(ValueError, match=r"comet\.yaml must hold the settings of a run"):
+    with pytest.raises(ValueError, match=r"comet\.yaml must be a YAML file of settings: "):
         compose([f"resume={tmp_path}"])
 
 
@@ -295,7 +296,7 @@ def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tm
                 train(make_job(tmp_path, resume=resume), Rank())
         words = ("sweep.tokens=[16]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={out}")
         with pytest.raises(ValueError, match=message):
-            sweep_job(job_of_command(compose(["model=tiny", *words]), 1), Rank())
+            sweep_job(job_of_command(compose(["model=tiny", *words], SweepJob), 1, SweepJob), Rank())
         assert names(out) == {LOCK, OWNER}
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()

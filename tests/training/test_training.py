@@ -288,7 +288,7 @@ def test_window_examples() -> None:
     ],
 )
 def test_learning_rates(settings, rates):
-    config = TrainConfig(batch_size=1, lr=1.0, **settings)
+    config = TrainConfig(**{"batch_size": 1, "lr": 1.0, "warmup_steps": 0, **settings})
     assert {step: learning_rate(step, config) for step in rates} == pytest.approx(rates)
 
 

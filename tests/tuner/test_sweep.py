@@ -14,7 +14,7 @@ from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
-from comet.jobs.config import CommConfig, JobConfig, SweepConfig
+from comet.jobs.config import CommConfig, SweepConfig, SweepJob, TuneJob
 from comet.launch.cli import PROGRAM
 from comet.launch.config import compose, make_job
 from comet.layer.backend import expert_capacity
@@ -40,8 +40,8 @@ MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 PNG = b"\x89PNG"
 
 
-def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
-    return make_job(compose(["model=tiny", *overrides]), world_size)
+def job_of(*overrides: str, world_size: int = 1) -> SweepJob:
+    return make_job(compose(overrides, SweepJob), world_size, SweepJob)
 
 
 PROBLEM = Problem(MOE, ParallelConfig(ep=1), 16, torch.float32, "small")
@@ -148,8 +148,6 @@ def test_a_second_sweep_measures_shapes_that_have_a_new_setting(tmp_path, capsys
     more = job_of(*words, "sweep.comm_blocks=[8,16]", f"output_dir={tmp_path}")
     facts = sweep_job(more, Rank())
     assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 8, str(tmp_path)), "in one loop"
-    with pytest.raises(ValueError, match=r"^resume='out' must be left out: output_dir=FOLDER continues the sweep"):
-        sweep_job(replace(more, resume="out"), Rank())
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -265,24 +263,24 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
     folder = str(tmp_path / "file" / "x")
     monkeypatch.setattr("comet.tuner.layers.make_expert_group", never)
     monkeypatch.setattr("comet.tuner.sweep.Machine.of", lambda device: Machine(name="fake"))  # A CPU stores nothing.
-    config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
+    tune = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}"], TuneJob), 1, TuneJob)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
-        tune_job(config, Rank())
+        tune_job(tune, Rank())
     with pytest.raises(ValueError, match=f"^output_dir{message}"):
-        sweep_job(config, Rank())
+        sweep_job(job_of(f"output_dir={folder}"), Rank())
 
 
 def test_progress_and_how_it_goes_on_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["model=tiny", "sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}"]
-    sweep_job(make_job(compose(words), 1), Rank())
+    sweep_job(job_of(*words), Rank())
     first, *shapes, last = capfd.readouterr().err.splitlines()
     goes_on = "stopped, it goes on by the same command with"
     assert first == f"comet: sweep of 2 points, 2 to measure in {tmp_path}; {goes_on} output_dir={tmp_path}"
     told = "tiny EP1 TP1, {} tokens: 1 setting timed in one loop, rows at its end"
     assert [line.partition("left; ")[2] for line in shapes] == [told.format(16), told.format(32)]
     assert last.startswith("comet: 2 of 2 shapes measured, ")
-    sweep_job(make_job(compose(words), 1), Rank())
+    sweep_job(job_of(*words), Rank())
     line = capfd.readouterr().err.splitlines()[0]
     assert line == f"comet: sweep of 2 points, 0 to measure in {tmp_path}; {goes_on} output_dir={tmp_path}"
 

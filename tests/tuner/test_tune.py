@@ -16,7 +16,7 @@ from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
-from comet.jobs.config import JobConfig
+from comet.jobs.config import TuneJob
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.layer.group import ExpertGroup, make_expert_group
@@ -39,8 +39,11 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "read_models", lambda: FIELDS)
 
 
-def job_of(folder: Path, *overrides: str) -> JobConfig:
-    return make_job(compose(["model=tiny", f"tune.profiles={folder}", "tune.rounds=1", *overrides]), 1)
+def job_of(folder: Path, models: tuple[str, ...], *overrides: str) -> TuneJob:
+    """A job of models in ``FIELDS``, which the command line does not know."""
+    words = [f"tune.profiles={folder}", "tune.rounds=1", *overrides]
+    job = make_job(compose(words, TuneJob), 1, TuneJob)
+    return replace(job, tune=replace(job.tune, models=models))
 
 
 def stored(folder: Path) -> dict[tuple[int, int], Measured]:
@@ -92,12 +95,12 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_cpu_ranks_are_not_stored_nor_their_folder_made(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
-    facts = tune_job(job_of(folder, "tune.models=[few]", "tune.tokens=[16]"), Rank())
+    facts = tune_job(job_of(folder, ("few",), "tune.tokens=[16]"), Rank())
     assert (facts["profile"], folder.exists()) == (None, False)
 
 
 def test_winners_are_stored_for_a_device_whose_times_count(tmp_path: Path, as_gpu: None) -> None:
-    facts = tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[48,8]"), Rank())
+    facts = tune_job(job_of(tmp_path, ("few",), "tune.tokens=[48,8]"), Rank())
     path = tmp_path / "fake_x1.csv"
     assert facts["profile"] == str(path)
     times = {tokens: item.ms for (_, tokens), item in stored(tmp_path).items()}
@@ -110,7 +113,7 @@ def test_a_run_says_what_it_compiles_and_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
-    tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Rank())
+    tune_job(job_of(tmp_path, ("few",), "tune.tokens=[16,4]"), Rank())
     err = capfd.readouterr().err
     for done, tokens in ((0, 16), (1, 4)):
         point = (
@@ -130,13 +133,13 @@ def test_a_point_of_which_nothing_runs_is_named_and_a_run_of_such_points_fails(
         return make_path(name, moe, *others)
 
     monkeypatch.setattr(layers, "make_path", only_wide)
-    facts = tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Rank())
+    facts = tune_job(job_of(tmp_path, ("few", "many"), "tune.tokens=[16]"), Rank())
     reason = "RuntimeError: no resources"
     assert {row["failure"] for row in facts["measured"] if row["model"] == "few"} == {reason}
     assert [best["model"] for best in facts["best"]] == ["many"]
     assert f"failed  {reason}" in capfd.readouterr().out
     with pytest.raises(NothingMeasuredError, match=rf"^tune: none of \d+ points ran, the first: {reason}"):
-        tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16]"), Rank())
+        tune_job(job_of(tmp_path, ("few",), "tune.tokens=[16]"), Rank())
 
 
 def test_an_interrupted_run_keeps_what_it_measured(
@@ -152,7 +155,7 @@ def test_an_interrupted_run_keeps_what_it_measured(
 
     monkeypatch.setattr(sweep, "measure_layer", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Rank())
+        tune_job(job_of(tmp_path, ("few", "many"), "tune.tokens=[16,4]"), Rank())
     assert stored(tmp_path).keys() == {(32, 16), (32, 4)}
 
 
@@ -165,7 +168,7 @@ def test_each_point_has_a_pool_of_its_size(tmp_path: Path, monkeypatch: pytest.M
         return tuple(Measured(setting=setting, ms=1.0) for setting in settings)
 
     monkeypatch.setattr(sweep, "measure_layer", fake)
-    tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Rank())
+    tune_job(job_of(tmp_path, ("few", "many"), "tune.tokens=[300]"), Rank())
     assert pools == [(300, 300, 32), (300, 300, 64)]
 
 
@@ -264,9 +267,7 @@ def test_only_the_candidate_that_failed_is_out(world_size: int, harm: str, numbe
 def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_gpu: None) -> None:
     monkeypatch.setattr(layers, "make_path", make_path)  # undoes what ``break_call`` sets
     calls = break_call(3, leave_fault, after=True)
-    words = ["model=tiny", f"tune.profiles={tmp_path}", "tune.models=[few]", "tune.rounds=3", "tune.tokens=[16,4]"]
-    config = make_job(compose(words), 1)
-    facts = tune_job(config, Rank())
+    facts = tune_job(job_of(tmp_path, ("few",), "tune.rounds=3", "tune.tokens=[16,4]"), Rank())
     assert len(calls) > 4
     failed = [(row["tokens"], row["setting"]["comm_blocks"]) for row in facts["measured"] if row["ms"] is None]
     assert failed == [(16, 16)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from fault_rows import PLACES, TOLD, Order, note, set_trap, strike
 
-from comet.jobs.config import JobConfig
+from comet.jobs.config import TrainJob
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks.registry import TASKS, imported
@@ -34,8 +34,8 @@ def arm(context: LaunchContext) -> None:
         set_trap("comet.training.ranks:StopRequest._note", lambda: note(order.folder / TOLD))
 
 
-def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:
-    def run(config: JobConfig, context: LaunchContext) -> Any:
+def broken(name: str) -> Callable[[TrainJob, LaunchContext], Any]:
+    def run(config: TrainJob, context: LaunchContext) -> Any:
         arm(context)
         return imported(TASKS[name].function)(config, context)
 

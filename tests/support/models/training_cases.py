@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.experts.options import StoreOptions
-from comet.jobs.config import DataConfig, JobConfig, TrainConfig
+from comet.jobs.config import DataConfig, GenerateJob, TrainConfig, TrainJob
+from comet.jobs.generate import GenerateConfig
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.sharding import local
@@ -28,7 +29,10 @@ MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 MODEL = ModelConfig(
     name="test", context=32, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, dense_layers=0, moe=MOE
 )
-TRAIN = TrainConfig(steps=6, batch_size=4, lr=1e-2, warmup_steps=2, eval_batches=3, sample_bytes=5)
+TRAIN = TrainConfig(
+    steps=6, batch_size=4, lr=1e-2, warmup_steps=2, eval_batches=3, eval_every=0, checkpoint_every=0, sample_bytes=5
+)
+TEXTS = GenerateConfig()
 TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 # Without the load-balancing loss, which is not a mean over tokens, the global objective does not depend on the split.
 LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
@@ -42,7 +46,7 @@ def Rank(
     return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt, job=job)
 
 
-def train_on_rank(rank: int, world_size: int, job: JobConfig) -> dict[str, Any]:
+def train_on_rank(rank: int, world_size: int, job: TrainJob) -> dict[str, Any]:
     """The whole job as one of the ranks that ``run_ranks`` starts."""
     return train(job, Rank(rank, world_size))
 
@@ -58,12 +62,16 @@ def make_text(folder: Path) -> Path:
     return mine.replace(path)
 
 
-def make_job(folder: Path, *, model: ModelConfig = MODEL, ep: int = 1, tp: int = 1, **changes: object) -> JobConfig:
-    """A job on ``make_text``; ``changes`` are fields of ``TrainConfig`` or of ``JobConfig``."""
+def make_job(folder: Path, *, model: ModelConfig = MODEL, ep: int = 1, tp: int = 1, **changes: object) -> TrainJob:
+    """A job on ``make_text``; ``changes`` are fields of ``TrainConfig`` or of ``TrainJob``."""
     of_train = {name: value for name, value in changes.items() if hasattr(TRAIN, name)}
     of_job = {name: value for name, value in changes.items() if name not in of_train}
     settings: dict = {"output_dir": str(folder / "out"), "data": DataConfig(path=str(make_text(folder))), **of_job}
-    return JobConfig(model=model, parallel=ParallelConfig(ep=ep, tp=tp), train=replace(TRAIN, **of_train), **settings)
+    return TrainJob(model=model, parallel=ParallelConfig(ep=ep, tp=tp), train=replace(TRAIN, **of_train), **settings)
+
+
+def make_generation(model: ModelConfig, generate: GenerateConfig = TEXTS, *, ep: int = 1, tp: int = 1) -> GenerateJob:
+    return GenerateJob(model=model, parallel=ParallelConfig(ep=ep, tp=tp), generate=generate)
 
 
 def make_group(

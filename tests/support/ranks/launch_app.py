@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from comet.errors import CommTimeoutError, UnavailableError
-from comet.jobs.config import JobConfig
+from comet.jobs.config import TrainJob
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks.registry import Task
@@ -28,7 +28,7 @@ from comet.training.trainer import train
 FAILING_RANK = 1
 
 
-def note(config: JobConfig, context: LaunchContext) -> None:
+def note(config: TrainJob, context: LaunchContext) -> None:
     """Leaves the rank's process id, and waits for the others': a rank that fails at once would end them before."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def note(config: JobConfig, context: LaunchContext) -> None:
     dist.barrier()
 
 
-def add_ranks(config: JobConfig, context: LaunchContext) -> None:
+def add_ranks(config: TrainJob, context: LaunchContext) -> None:
     """Leaves what aborts an interpreter that shuts down, as a thread of a process group now and then does."""
     atexit.register(os.abort)
     note(config, context)
@@ -58,14 +58,14 @@ def add_ranks(config: JobConfig, context: LaunchContext) -> None:
         )
 
 
-def write_lines(config: JobConfig, context: LaunchContext) -> None:
+def write_lines(config: TrainJob, context: LaunchContext) -> None:
     note(config, context)
     while context.rank == 0:
         print("a line", flush=True)
     dist.barrier()
 
 
-def report_context(config: JobConfig, context: LaunchContext) -> None:
+def report_context(config: TrainJob, context: LaunchContext) -> None:
     note(config, context)
     everything: list[object] = [None] * context.world_size
     dist.all_gather_object(everything, (context.rank, context.node, context.local_rank, config.output_dir))
@@ -110,7 +110,7 @@ ENDS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 }  # fmt: skip
 
 
-def end(name: str, config: JobConfig, context: LaunchContext) -> None:
+def end(name: str, config: TrainJob, context: LaunchContext) -> None:
     note(config, context)
     ENDS[name][context.rank != FAILING_RANK]()
 
@@ -118,7 +118,7 @@ def end(name: str, config: JobConfig, context: LaunchContext) -> None:
 globals().update({name: partial(end, name) for name in ENDS})  # the launcher imports a task by its name
 
 
-def train_and_be_killed(config: JobConfig, context: LaunchContext) -> None:
+def train_and_be_killed(config: TrainJob, context: LaunchContext) -> None:
     """Train; ``kills.json`` in the text's folder names the rank, call and place to kill in each attempt."""
     kills = json.loads(Path(str(config.data.path)).with_name("kills.json").read_text())
     rank, number, place = kills[context.attempt] if context.attempt < len(kills) else (None, 0, "step")
@@ -148,7 +148,7 @@ KILLED_AT: dict[str, tuple[Any, str]] = {
 }
 FUNCTIONS = (train_and_be_killed, add_ranks, write_lines, report_context)
 TASKS = {name: Task("a test", f"launch_app.{name}") for name in (*ENDS, *(each.__name__ for each in FUNCTIONS))}
-TASKS["plain"] = Task("a test", "launch_app.plain", dry_run=None)
+TASKS["plain"] = Task("a test", "launch_app.plain", settings="")
 TASKS["gone"] = Task("a test", "launch_app_gone.gone")
 
 if __name__ == "__main__":
