@@ -178,7 +178,7 @@ class MoE(nn.Module):
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
         if router is None and torch.compiler.is_compiling():
-            output, *stats = call(self.operand, self, x)
+            output, *stats = call(self.operand, self, x, num_experts=self.config.num_experts)
             return output, RouterStats(*stats)
         return self.run(x, router)
 

@@ -12,7 +12,7 @@ recorded (``tests/layer/test_operator.py`` overwrites them), and tokens and weig
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
@@ -28,11 +28,10 @@ from comet.layer.sharding import local
 
 
 class Layer(Protocol):
-    """A module whose call ``run(tokens (..., D))`` gives ``(..., D)`` and three statistics, as ``comet.MoE`` does."""
+    """A module whose ``run(tokens (..., D), *others)`` gives ``(..., D)``, and statistics such as ``comet.MoE``'s."""
 
-    config: Any
-
-    def run(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    @property
+    def run(self) -> Callable[..., tuple[Tensor, Sequence[Tensor]]]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def buffers(self) -> Iterator[Tensor]: ...
 
@@ -64,15 +63,24 @@ class _Record(bytearray):
     results: list[Tensor]
 
 
-def call(operand: Operand, layer: Layer, x: Tensor) -> tuple[Tensor, ...]:
-    """Call a layer in code that is compiled: its result and three statistics; ``operand`` is the layer's."""
+def call(operand: Operand, layer: Layer, *inputs: Tensor, num_experts: int = 0) -> tuple[Tensor, ...]:
+    """Call a layer in code that is compiled.
+
+    Args:
+        operand: The layer's.
+        inputs: Arguments of ``layer.run``.
+        num_experts: E of a layer with the three statistics of ``RouterStats``; 0: it has none.
+
+    Returns:
+        The result, and its statistics.
+    """
     tensors = [*layer.parameters(), *layer.buffers()]
     held = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     trains = torch.is_grad_enabled()
-    wanted = [trains and each.requires_grad for each in (x, *tensors)]
-    kind = x.device.type
+    wanted = [trains and each.requires_grad for each in (*inputs, *tensors)]
+    kind = inputs[0].device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    *results, _ = torch.ops.comet.layer(x, held, wanted, autocast, layer.config.num_experts, operand)
+    *results, _ = torch.ops.comet.layer(inputs, held, wanted, autocast, num_experts, operand)
     return tuple(results)
 
 
@@ -82,10 +90,8 @@ def _operators() -> torch.library.Library:
     register_opaque_type(Operand, typ="reference")
     library = torch.library.Library("comet", "FRAGMENT")
     layer = f"{get_opaque_type_name(Operand)} layer"
-    given = "Tensor x, Tensor[] held, bool[] wanted"
-    library.define(
-        f"layer({given}, ScalarType? autocast, int num_experts, {layer}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
+    given = "Tensor[] inputs, Tensor[] held, bool[] wanted"
+    library.define(f"layer({given}, ScalarType? autocast, int num_experts, {layer}) -> Tensor[]")
     library.define(f"layer_backward(Tensor[] grads, Tensor record, {given}, {layer}) -> Tensor[]")
     library.impl("layer", _forward, "CompositeExplicitAutograd")
     library.impl("layer_backward", _backward, "CompositeExplicitAutograd")
@@ -96,44 +102,50 @@ def _operators() -> torch.library.Library:
 
 
 def _forward(
-    x: Tensor,
+    inputs: Sequence[Tensor],
     held: Sequence[Tensor],
     wanted: Sequence[bool],
     autocast: torch.dtype | None,
     num_experts: int,
     operand: Operand,
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     layer, record = operand.layer, _Record(1)
     tensors = [*layer.parameters(), *layer.buffers()]
     same = len(held) == len(tensors) and all(
         local(own).data_ptr() == given.data_ptr() for own, given in zip(tensors, held, strict=True)
     )
     require(same, "weights of a compiled layer must be its own: torch.func.functional_call needs it uncompiled")
-    with nullcontext() if autocast is None else torch.autocast(x.device.type, autocast):
+    with nullcontext() if autocast is None else torch.autocast(inputs[0].device.type, autocast):
         if not any(wanted):
-            output, stats = layer.run(x)
+            output, stats = layer.run(*inputs)
         else:
             with _recording():
-                tokens = x.detach().requires_grad_(wanted[0])
-                output, stats = layer.run(tokens)
-            record.inputs = [each for each, wants in zip((tokens, *tensors), wanted, strict=True) if wants]
+                own = [each.detach().requires_grad_(wants) for each, wants in zip(inputs, wanted, strict=False)]
+                output, stats = layer.run(*own)
+            record.inputs = [each for each, wants in zip((*own, *tensors), wanted, strict=True) if wants]
             record.results = [output, *stats]
     byte = torch.frombuffer(record, dtype=torch.uint8)
     operand.records[byte.data_ptr()] = record
-    return output.detach().contiguous(), *(each.detach().clone() for each in stats), byte
+    return [output.detach().contiguous(), *(each.detach().clone() for each in stats), byte]
 
 
 def _fake_forward(
-    x: Tensor, held: Sequence[Tensor], wanted: Sequence[bool], autocast: object, num_experts: int, operand: object
-) -> tuple[Tensor, ...]:
-    stats = (x.new_empty(shape, dtype=torch.float32) for shape in ((), (), (num_experts,)))
-    return x.new_empty(x.shape), *stats, torch.empty(1, dtype=torch.uint8, device="cpu")
+    inputs: Sequence[Tensor],
+    held: Sequence[Tensor],
+    wanted: Sequence[bool],
+    autocast: object,
+    num_experts: int,
+    operand: object,
+) -> list[Tensor]:
+    x, *_ = inputs
+    stats = [x.new_empty(shape, dtype=torch.float32) for shape in ((), (), (num_experts,))] if num_experts else []
+    return [x.new_empty(x.shape), *stats, torch.empty(1, dtype=torch.uint8, device="cpu")]
 
 
 def _backward(
     grads: Sequence[Tensor],
     byte: Tensor,
-    x: Tensor,
+    inputs: Sequence[Tensor],
     held: Sequence[Tensor],
     wanted: Sequence[bool],
     operand: Operand,
@@ -153,22 +165,29 @@ def _backward(
 
 
 def _fake_backward(
-    grads: Sequence[Tensor], byte: Tensor, x: Tensor, held: Sequence[Tensor], wanted: Sequence[bool], operand: object
+    grads: Sequence[Tensor],
+    byte: Tensor,
+    inputs: Sequence[Tensor],
+    held: Sequence[Tensor],
+    wanted: Sequence[bool],
+    operand: object,
 ) -> list[Tensor]:
-    return [each.new_empty(each.shape) for each, wants in zip((x, *held), wanted, strict=True) if wants]
+    return [each.new_empty(each.shape) for each, wants in zip((*inputs, *held), wanted, strict=True) if wants]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, held, ctx.wanted, _, _, ctx.operand = inputs
-    ctx.mark_non_differentiable(*output[-2:])  # loads of experts, and the record
-    ctx.save_for_backward(output[-1], x, *held)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    given, held, ctx.wanted, _, num_experts, ctx.operand = inputs
+    ctx.mark_non_differentiable(*output[-2 if num_experts else -1 :])  # loads of experts, and the record
+    ctx.num_inputs = len(given)
+    ctx.save_for_backward(output[-1], *given, *held)
 
 
-def _differentiate(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    byte, x, *held = ctx.saved_tensors
-    found = iter(torch.ops.comet.layer_backward(grads[:-1], byte, x, held, ctx.wanted, ctx.operand))
-    of_x, *of_held = [next(found) if wants else None for wants in ctx.wanted]
-    return of_x, of_held, None, None, None, None
+def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    byte, *saved = ctx.saved_tensors
+    given, held = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+    found = iter(torch.ops.comet.layer_backward(grads[:-1], byte, given, held, ctx.wanted, ctx.operand))
+    each = [next(found) if wants else None for wants in ctx.wanted]
+    return each[: ctx.num_inputs], each[ctx.num_inputs :], None, None, None, None
 
 
 @contextmanager
