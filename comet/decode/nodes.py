@@ -65,7 +65,10 @@ class NodesDecode(ABC):
     def __init__(self, group: ExpertGroup, inner: RankDecode, max_tokens: int) -> None:
         assert group.nodes is not None, "the group spans several nodes"
         self.group, self.nodes, self.inner, self.max_tokens = group, group.nodes, inner, max_tokens
-        self.legs = group.nodes.legs if inner.use_kernels else None
+        self.legs = legs = group.nodes.legs if inner.use_kernels else None
+        if legs is not None:  # a rank that waited in vain inside its node sends nothing to others, and vice versa
+            out, home = (replace(leg, inner_fault=inner.fault) for leg in (legs.out, legs.home))
+            self.legs = legs._replace(out=out, home=home)
         self.collectives = self.legs is None
 
     @property
@@ -126,7 +129,7 @@ class ReplicatedNodesDecode(NodesDecode):
             group.nodes.inner.comm, hidden_size=moe.hidden_size, max_tokens=max_tokens, use_kernels=use_kernels
         )
         super().__init__(group, inner, max_tokens)
-        self._sums = None if self.legs is None else _LegSums(group, self.legs, inner.fault)
+        self._sums = None if self.legs is None else _LegSums(group, self.legs)
 
     def _run(
         self, own: Batch, weights: DecodeWeights, scratch: DecodeScratch | None, config: DecodeConfig | None
@@ -147,9 +150,8 @@ class _LegSums:
     through ``home`` when they have been added up. So a step is a pass as ``comet.layer.rails.network`` knows it.
     """
 
-    def __init__(self, group: ExpertGroup, legs: Legs, inner_fault: Tensor) -> None:
-        # A rank that waited in vain sends nothing more inside its node.
-        self.out, self.home = (replace(leg, inner_fault=inner_fault) for leg in legs[:2])
+    def __init__(self, group: ExpertGroup, legs: Legs) -> None:
+        self.out, self.home = legs.out, legs.home
         num_slots, num_rows, self.hidden_size = legs.out.rows.shape
         device = legs.out.rows.device
         self.slots, self.node, self.num_nodes = range(num_slots), legs.out.node, num_slots + 1
@@ -194,7 +196,8 @@ class GuestDecode(NodesDecode):
             replicated=False, use_kernels=use_kernels,
         )  # fmt: skip
         super().__init__(group, inner, max_tokens)
-        self.rails = make_rails(moe, group, use_kernels=inner.use_kernels)
+        nodes = replace(group.nodes, legs=self.legs)
+        self.rails = make_rails(moe, replace(group, nodes=nodes), use_kernels=inner.use_kernels)
 
     def _run(
         self, own: Batch, weights: DecodeWeights, scratch: DecodeScratch | None, config: DecodeConfig | None

@@ -20,6 +20,7 @@ from comet.kernels.decode.gather import ABSENT, PLACE_GATHER
 from comet.kernels.decode.step import Batch, Gather, ReceiveBuffer, Words
 from comet.kernels.decode.words import LOW_HALF
 from comet.kernels.experts.host import PLACE_HOST
+from comet.kernels.network.receive import PLACE_ELSEWHERE
 from comet.kernels.runtime.arguments import aligned
 from comet.layout import ExpertLayout
 from comet.limits import at_least, at_most, check_values
@@ -244,7 +245,7 @@ class RankDecode:
         """
         settle(self.comm.device)
         aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
-        if aborted:
+        if aborted and place != PLACE_ELSEWHERE.value:  # the group over nodes knows what failed elsewhere
             what = "gather" if place == PLACE_GATHER.value else "all-reduce"
             place = f"decode {what}, block {item}"
             late = waited(self.comm.rank, peer, place, self.comm.timeout_s, expected, seen)

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ranks import in_ranks, run_ranks
 from tiers import slow
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.decode import DataParallelDecode, DecodeWeights, ReplicatedRunner
+from comet.decode import DataParallelDecode, DecodeWeights, RankDecode, ReplicatedRunner
 from comet.decode.nodes import GuestDecode, NodesDecode, ReplicatedNodesDecode
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.kernels.decode.step import Batch
@@ -190,6 +191,39 @@ def test_what_is_refused_breaks_nothing(rank: int, world_size: int) -> None:
     group.close()
 
 
+def hurry(decode: NodesDecode) -> None:
+    """Shorten the deadline of waits for other nodes to 2,500 polls, once all ranks are here."""
+    dist.barrier()
+    if decode.legs is not None:
+        short = [replace(leg, timeout_ns=5 * 10**7) for leg in (decode.legs.out, decode.legs.home)]
+        if isinstance(decode, GuestDecode):
+            decode.rails.legs = decode.legs._replace(out=short[0], home=short[1])
+        else:
+            decode._sums.out, decode._sums.home = short
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+@in_ranks(2, interpret=True)
+def test_a_rank_whose_node_has_failed_sends_no_sums(rank: int, world_size: int, replicated: bool) -> None:
+    """Rank 0 goes on, as a GPU does whose host has not looked yet."""
+    moe, group = open_group(MASKED, world_size, 1, **KERNELS)
+    weights, inputs = shard(MASKED, group.layout(moe), torch.float32, "cpu"), step_inputs(MASKED, 0, 3, torch.float32)
+    decode = (ReplicatedNodesDecode if replicated else GuestDecode)(moe, group, max_tokens=3, use_kernels=True)
+    decode(*inputs, weights, config=MATRIX)
+    hurry(decode)
+    if rank == 0:
+        decode.fault[0] = 1
+        with patch.object(RankDecode, "check"), patch.object(NodesDecode, "check"):
+            decode(*inputs, weights, config=MATRIX)
+    else:
+        with pytest.raises(CommTimeoutError, match=r"rank 1 waited \S+ s for rank 0 \((guests|sums)"):
+            decode(*inputs, weights, config=MATRIX)
+    dist.barrier()
+    group.workspace.restart()
+    compare_step(MASKED, decode(*inputs, weights, config=MATRIX), inputs, torch.float32, "after a restart")
+    group.close()
+
+
 def kill_rank_1(rank: int, world_size: int, replicated: bool, settings: dict[str, Any]) -> str:
     moe, group = open_group(MASKED, world_size, 1, timeout_s=3.0, **settings)
     weights = shard(MASKED, group.layout(moe), torch.float32, "cpu")
@@ -197,7 +231,7 @@ def kill_rank_1(rank: int, world_size: int, replicated: bool, settings: dict[str
     decode = kind(moe, group, max_tokens=3, use_kernels="backend" in settings)
     inputs = step_inputs(MASKED, 0, 3, torch.float32)
     decode(*inputs, weights)
-    dist.barrier()
+    hurry(decode)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommTimeoutError) as caught:

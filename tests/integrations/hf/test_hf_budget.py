@@ -401,22 +401,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("ep", "tp", "cases"),
+    ("ep", "tp", "node_size", "cases"),
     [
-        (1, 1, {"host": "one by one", "file": "fused", "mxfp8": "one by one", "mxfp4 in files": "one by one"}),
-        (2, 1, {"host": "one by one", "file": "fused"}),
-        slow(1, 2, {"host": "fused", "mxfp4": "one by one"}),
-        slow(2, 2, {"file": "fused", "mxfp4": "one by one"}),
+        (1, 1, None, {"host": "one by one", "file": "fused", "mxfp8": "one by one", "mxfp4 in files": "one by one"}),
+        (2, 1, None, {"host": "one by one", "file": "fused"}),
+        (2, 1, 1, {"host": "one by one", "file": "fused"}),
+        slow(1, 2, None, {"host": "fused", "mxfp4": "one by one"}),
+        slow(2, 2, None, {"file": "fused", "mxfp4": "one by one"}),
+        slow(2, 2, 2, {"file": "fused", "mxfp4": "one by one"}),
     ],
 )
 @in_ranks("ep tp", timeout=300)
 def test_ranks_answer_as_with_all_experts(
-    rank: int, world_size: int, ep: int, tp: int, cases: dict[str, str], folders: dict[str, Path]
+    rank: int, world_size: int, ep: int, tp: int, node_size: int | None, cases: dict[str, str], folders: dict[str, Path]
 ) -> None:
     """Models with some experts in slots answer as with all of them; experts are read and quantised one by one."""
     for store, style in cases.items():
         folder = folders[style]
-        group, settings = make_group(tiny_config("qwen3_moe", **TWO), ep, tp), STORES[store]
+        group, settings = make_group(tiny_config("qwen3_moe", **TWO), ep, tp, node_size=node_size), STORES[store]
         dtype, in_files = settings.get("expert_dtype"), "expert_store" in settings
         with CountedReads() as counted:
             budgeted = hf.load_pretrained(folder, group, expert_budget=0.75, **settings)
