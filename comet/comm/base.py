@@ -111,8 +111,7 @@ class Communicator(ABC):
         self.memory_obstacle = ""
         self.all_left = False  # once closed, whether all ranks have closed it, or none waits for them
         self.turn = threading.RLock()  # of the thread whose step it is; a backward pass may have a forward pass inside
-        # whether the present step has begun to send and not yet got all; set by what sends first
-        self.in_flight = False
+        self.in_flight = InFlight()  # messages of the present step
         # whether a step has run collectives of torch.distributed since the last wait for the device
         self.awaits_collectives = False
         self.board = Board.alone()  # for notes of steps that failed
@@ -163,8 +162,7 @@ class Communicator(ABC):
             return count
         if self.board.num_ranks < self.world_size or is_capturing(self.device):
             return int(largest([count], self.device, self._group)[0])
-        with self.step("count of tokens"):  # not kept: a step knows its communicator
-            self.in_flight = True
+        with self.step("count of tokens"), self.in_flight:  # not kept: a step knows its communicator
             return self.board.largest(count, self.timeout_s)
 
     def take_turn(self, what: str) -> None:
@@ -293,6 +291,25 @@ class Communicator(ABC):
         """
 
 
+class InFlight:
+    """Messages of a step that other ranks wait for: inside of a ``with`` block, and behind a block that raised.
+
+    Args:
+        always: Whether a message may be under way at any time.
+    """
+
+    __slots__ = ("_always", "is_open")
+
+    def __init__(self, *, always: bool = False) -> None:
+        self.is_open = self._always = always
+
+    def __enter__(self) -> None:
+        self.is_open = True
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.is_open = self._always or error is not None
+
+
 class Step:
     """One use of a group's memory by all its ranks: refused after a failure, and noted where it fails itself.
 
@@ -314,7 +331,7 @@ class Step:
         self._what = what
         self._is_final = is_final
         self._refuses = refuses
-        self._around = False
+        self._around = comm.in_flight
 
     def __enter__(self) -> None:
         comm = self._comm
@@ -324,7 +341,7 @@ class Step:
         comm.board.take_back()
         comm.awaits_collectives |= self._is_final
         # A backward pass whose forward pass is run again has that step inside of its own.
-        self._around, comm.in_flight = comm.in_flight, self._is_final
+        self._around, comm.in_flight = comm.in_flight, InFlight(always=self._is_final)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -334,7 +351,7 @@ class Step:
 
     def _leave(self, error: BaseException | None) -> None:
         comm = self._comm
-        was_in_flight, comm.in_flight = comm.in_flight, self._around
+        was_in_flight, comm.in_flight = comm.in_flight.is_open, self._around
         if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):
             return
         in_step = isinstance(error, ValueError) if self._refuses else not was_in_flight

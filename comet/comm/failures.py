@@ -6,7 +6,7 @@ ranks when an exception comes through it, be it ``CommTimeoutError``, out of mem
 looks there before each step, and where it waits on a CPU, and refuses to go on if it finds a note.
 ``Communicator.restart`` brings all ranks back into step and clears the notes.
 
-An error leaves no note if the ranks stay in step: before a step has sent anything (``in_flight`` of the communicator),
+An error leaves no note if the ranks stay in step: before a step sends anything (``Communicator.in_flight``),
 when it has received everything, when all ranks raise it together (``AgreedError``), and when a checkpoint ends the
 forward pass that it runs again. Until the rank begins its next step, it says why it left this one to the ranks that
 wait for it in vain. A rank alone restarts by itself.

@@ -274,8 +274,7 @@ class ReplicatedRunner(GroupExperts):
     def noting(self, what: str, *, collectives: bool = False) -> Iterator[None]:
         """Note a step of the group, with ``collectives`` of ``torch.distributed`` or without."""
         comm = self.group.comm
-        with comm.step(what, collectives=collectives):
-            comm.in_flight = True
+        with comm.step(what, collectives=collectives), comm.in_flight:
             yield
 
     @property

@@ -86,8 +86,15 @@ class Backend(ABC):
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
+    def check(self, top_k_ids: Tensor, top_k_weights: Tensor) -> None:
+        """Raise ``ValueError`` unless ids and weights fit the pool, ``RuntimeError`` if the group has been closed."""
+        check_routing(top_k_ids, top_k_weights, self.layout, self.workspace)
+        self.workspace.comm.require_open()
+
     def plan(self, top_k_ids: Tensor, top_k_weights: Tensor, *, trains: bool = False) -> Plan:
         """Decide who goes where; the host reads nothing back, and the pool's epoch grows by one.
+
+        Called inside of ``comm.in_flight``, behind ``check``: other ranks wait for what this one sends.
 
         Args:
             top_k_ids: ``(T, K)`` int32 experts, 0 .. E-1; -1 masks a slot. T may differ between ranks, or be 0.
@@ -98,10 +105,8 @@ class Backend(ABC):
             The plan, whose ``status[2]`` is 1 if Q was too small.
 
         Raises:
-            ValueError: If ids or weights do not fit the pool; on the CPU, on all ranks, if ids of any are out of range,
-                or they call different layers, or a backward pass will follow on some of them only (on a GPU
-                ``Workspace.check`` raises).
-            RuntimeError: If the group has been closed.
+            AgreedError: On the CPU, if ids of any rank are out of range, or ranks call different layers, or a backward
+                pass will follow on some of them only (on a GPU ``Workspace.check`` raises).
             CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` raises).
             CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` raises).
 
@@ -109,8 +114,6 @@ class Backend(ABC):
             One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
             segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
         """
-        check_routing(top_k_ids, top_k_weights, self.layout, self.workspace)
-        self.workspace.comm.require_open()
         return self._plan(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), trains=trains)
 
     @abstractmethod

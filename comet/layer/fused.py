@@ -51,7 +51,6 @@ class Fused(Backend):
         memory = allocate(shapes, ids.device)
         tensors = cut(memory, shapes)
         tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
-        workspace.comm.in_flight = True
         exchange(ids, weights, pool, config, scratch, tensors["counters"], call=self.call(trains=trains))
         place_plan(pool, config, scratch, {name: each for name, each in tensors.items() if name != "counters"})
         return Plan(
@@ -137,7 +136,6 @@ class Fused(Backend):
     def barrier(self, plan: Plan) -> None:
         """Run on the device, in stream order."""
         workspace, flags, calls = self.workspace, self.workspace.barrier_flags, self.workspace.calls
-        workspace.comm.in_flight = True
         barrier_kernel[(1,)](
             flags.pointers, calls.pointers, plan.status, workspace.epoch, workspace.fault, flags.rank,
             len(flags.peers), workspace.timeout_ns, self.call(trains=True),

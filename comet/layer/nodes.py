@@ -182,18 +182,19 @@ class NodesPath:
                 runs.append(saved)
             return output
 
-        if self.capacity is not None:
-            routed = routed._replace(top_k_ids=self.kept(routed.top_k_ids, self.capacity, trains=trains))
-        trip = self.rails.depart(routed, trains=trains)
-        kept = trip.kept if trains else ()
-        own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
-        first = self.first_part(len(routed.tokens))
-        outputs = [run(own.part(slice(0, first)), self.own_backend)]
-        for stop in self.rails.stops:
-            trip.send_home(stop, run(self._awaited(stop, partial(trip.guests, stop)), self.guest_backend))
-        if self.is_split:
-            outputs.append(run(own.part(slice(first, None)), self.own_backend))
-        return self._awaited(None, partial(trip.arrive, torch.cat(outputs)))[0], kept, runs
+        with self.group.comm.in_flight:
+            if self.capacity is not None:
+                routed = routed._replace(top_k_ids=self.kept(routed.top_k_ids, self.capacity, trains=trains))
+            trip = self.rails.depart(routed, trains=trains)
+            kept = trip.kept if trains else ()
+            own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
+            first = self.first_part(len(routed.tokens))
+            outputs = [run(own.part(slice(0, first)), self.own_backend)]
+            for stop in self.rails.stops:
+                trip.send_home(stop, run(self._awaited(stop, partial(trip.guests, stop)), self.guest_backend))
+            if self.is_split:
+                outputs.append(run(own.part(slice(first, None)), self.own_backend))
+            return self._awaited(None, partial(trip.arrive, torch.cat(outputs)))[0], kept, runs
 
     def backward(
         self,
@@ -217,15 +218,16 @@ class NodesPath:
             assert grad_weights is not None, "as have their weights"
             return grad_x, grad_weights
 
-        trip = self.rails.depart_backward(kept, grad)
-        first = self.first_part(len(grad))
-        own = [run(grad[:first])]
-        for stop in self.rails.stops:
-            trip.send_home(stop, *run(self._awaited(stop, partial(trip.guest_gradients, stop))))
-        if self.is_split:
-            own.append(run(grad[first:]))
-        joined = (torch.cat(parts) for parts in zip(*own, strict=True))
-        grad_x, grad_weights = self._awaited(None, partial(trip.arrive, *joined))
+        with self.group.comm.in_flight:
+            trip = self.rails.depart_backward(kept, grad)
+            first = self.first_part(len(grad))
+            own = [run(grad[:first])]
+            for stop in self.rails.stops:
+                trip.send_home(stop, *run(self._awaited(stop, partial(trip.guest_gradients, stop))))
+            if self.is_split:
+                own.append(run(grad[first:]))
+            joined = (torch.cat(parts) for parts in zip(*own, strict=True))
+            grad_x, grad_weights = self._awaited(None, partial(trip.arrive, *joined))
         given = (w1, w2, *(biases or ()))
         found = (each.to(like.dtype) for each, like in zip(sums.gradients(), given, strict=True))
         return grad_x, grad_weights, *found

@@ -61,10 +61,11 @@ def forward(
         trains: Whether a backward pass will follow, for which the second result is; block FP8 has none.
     """
     b1, b2 = added_biases(biases, backend.layout)
-    plan = backend.plan(routed.top_k_ids, routed.top_k_weights, trains=trains)
-    hidden, pre_activation = backend.dispatch_gemm(routed.tokens, w1, plan, b1, save_pre_activation=trains)
-    output = backend.gemm_combine(hidden, w2, plan, b2)
-    backend.workspace.comm.in_flight = False
+    backend.check(routed.top_k_ids, routed.top_k_weights)
+    with backend.workspace.comm.in_flight:
+        plan = backend.plan(routed.top_k_ids, routed.top_k_weights, trains=trains)
+        hidden, pre_activation = backend.dispatch_gemm(routed.tokens, w1, plan, b1, save_pre_activation=trains)
+        output = backend.gemm_combine(hidden, w2, plan, b2)
     if pre_activation is None:
         return output, None
     del hidden
@@ -236,10 +237,12 @@ class _RoutedExperts(Function):
     @staticmethod
     @first_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.backend.workspace.backward_step:
+        workspace = ctx.backend.workspace
+        with workspace.backward_step:
             received, pre_activation, plan_memory, w1, w2, *biases = ctx.saved_tensors
             saved = Saved(received, pre_activation, ctx.plan.for_backward(plan_memory))
             given = Biases(*biases) if biases else None
-            found = backward(grad_output.contiguous(), saved, w1, w2, ctx.backend, ctx.deferred, given)
+            with workspace.comm.in_flight:
+                found = backward(grad_output.contiguous(), saved, w1, w2, ctx.backend, ctx.deferred, given)
         grad_x, grad_top_k_weights, grad_w1, grad_w2, *of_biases = found
         return grad_x, None, grad_top_k_weights, grad_w1, grad_w2, None, None, *of_biases

@@ -17,6 +17,7 @@ from torch import Tensor
 from comet.comm.collectives import accumulator_dtype, all_to_all_rows, bad_ids, check_ids
 from comet.comm.handshake import to_host
 from comet.config import MoEConfig, require
+from comet.errors import AgreedError
 from comet.layer.group import ExpertGroup
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -155,17 +156,16 @@ class AllToAll(PrepareFinalize):
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.process_group)
         sent_host, received_host = to_host(torch.stack([sent, received]), self.process_group)
-        self.comm.in_flight = False  # an error up to the end of the loop is raised on all ranks
         check_ids([num for _, num, _ in received_host], top_k_ids, layout)
         for rank, (*_, bad_tokens) in enumerate(received_host):
             if bad_tokens and rank == layout.rank:
-                quantize_rows(routed.tokens)  # its error names the first
-            require(
-                not bad_tokens,
-                f"tokens of rank {rank} contain {bad_tokens} with NaN or infinity; every token must be finite to be "
-                "quantised",
-            )
-        self.comm.in_flight = True
+                try:
+                    quantize_rows(routed.tokens)  # names the first
+                except ValueError as error:
+                    raise AgreedError(str(error)) from None
+            elif bad_tokens:
+                rule = "every token must be finite to be quantised"
+                raise AgreedError(f"tokens of rank {rank} contain {bad_tokens} with NaN or infinity; {rule}")
         return Route(
             num_tokens=top_k_ids.shape[0],
             token_ids=going.nonzero()[:, 1],

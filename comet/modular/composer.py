@@ -71,8 +71,11 @@ class ModularMoE:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
         """
         w1, w2, biases = self._check(routed, w1, w2, biases)
-        with self.prepare_finalize.comm.step("modular layer", collectives=self.prepare_finalize.uses_collectives):
-            return self._run(routed, w1, w2, biases)
+        prepare_finalize, comm = self.prepare_finalize, self.prepare_finalize.comm
+        with comm.step("modular layer", collectives=prepare_finalize.uses_collectives):
+            prepare_finalize.check(routed)
+            with comm.in_flight:
+                return self._run(routed, w1, w2, biases)
 
     def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
         tokens = routed.tokens

@@ -145,6 +145,9 @@ class PrepareFinalize(ABC):
     uses_collectives = False  # whether rows travel by collectives of torch.distributed
     comm: Communicator  # the communicator of the group
 
+    def check(self, routed: RoutedTokens) -> None:  # noqa: B027 (most take what the composer lets through)
+        """Raise ``ValueError`` if these tokens cannot be sent; called before ``prepare``."""
+
     @abstractmethod
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""

@@ -66,6 +66,10 @@ class OverBackend(PrepareFinalize):
         self.layout, self.workspace, self.comm = self.backend.layout, group.workspace, group.comm
         self.side_stream = group.side_stream
 
+    def check(self, routed: RoutedTokens) -> None:
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
+        self.backend.check(routed.top_k_ids, routed.top_k_weights)
+
 
 class _Symmetric(OverBackend):
     """The parts that both formats share: plan, dispatch, combine, and a reduction that may be part of the combine."""
@@ -82,7 +86,6 @@ class _Symmetric(OverBackend):
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
         """
-        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         arrive = self.side_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
@@ -171,7 +174,6 @@ class FusedPrepareFinalize(OverBackend):
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
-        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
         handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
         return Received(rows=handle, route=None)

@@ -75,7 +75,9 @@ def make_plan(**changes: Any) -> Plan:
     given |= {"top_k_ids": torch.zeros(4, 2, dtype=torch.int32), "top_k_weights": torch.ones(4, 2)} | changes
     ids, weights, layout = (given.pop(name) for name in ("top_k_ids", "top_k_weights", "layout"))
     pool = workspace(case, LocalCommunicator(torch.device("cpu")))
-    return plan_backend(layout, pool, PlanRules.create(**given), use_kernels=False).plan(ids, weights)
+    backend = plan_backend(layout, pool, PlanRules.create(**given), use_kernels=False)
+    backend.check(ids, weights)
+    return backend.plan(ids, weights)
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,11 @@ class PrepareFinalizeAdapter:
         with self._step("dispatch"):
             if self._received is not None:  # a combine is missing: this rank failed, and the others must know
                 self._received = None
-                self.inner.comm.in_flight = True
-                raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
-            self._received = self.inner.prepare(routed, quantize=quantize)
+                with self.inner.comm.in_flight:
+                    raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
+            self.inner.check(routed)
+            with self.inner.comm.in_flight:
+                self._received = self.inner.prepare(routed, quantize=quantize)
         return self._handed_out(self._received.rows)
 
     def _require_contiguous(self, expert_map: Tensor | None) -> None:
@@ -220,7 +222,7 @@ class PrepareFinalizeAdapter:
         require(received is not None, "finalize needs the rows of a prepare that came before it")
         assert received is not None
         reduce = REDUCTIONS[name]() if fused_expert_output.numel() else NoOpReduce()  # vLLM runs no experts on no rows
-        with self._step("combine"):
+        with self._step("combine"), self.inner.comm.in_flight:
             output.copy_(self.inner.finalize(fused_expert_output, received, reduce))
 
 

@@ -90,7 +90,6 @@ class DeviceRails(Rails):
             counts=ids.new_empty(slots),
             words=ids.new_empty(slots, self.max_tokens, 2 * ids.shape[1]),
         )
-        self.group.comm.in_flight = True
         weights = routed.top_k_weights.detach().contiguous()
         list_tokens(ids.contiguous(), weights, lists, self.nodes.node, self.experts_per_node, self.legs.out.shape)
         trip = DeviceTrip(self, lists, self.no_number, call_number(self.call, trains))
@@ -100,7 +99,6 @@ class DeviceRails(Rails):
     def depart_backward(self, kept: Sequence[Tensor], grad: Tensor) -> DeviceTrip:
         """Send gradients of the tokens that travelled."""
         tokens, places, counts, number = kept
-        self.group.comm.in_flight = True
         trip = DeviceTrip(self, SendLists(tokens, places, counts, self.no_words), number, call_number(self.call, True))
         trip.send_out(grad, self.no_words.expand(len(self.slots), -1, -1))
         return trip
@@ -176,5 +174,4 @@ class DeviceTrip(Trip):
             returned = words.unflatten(1, (rails.max_tokens, top_k))
             added.append(add_nodes(own[1], returned, self._lists.places, home.shape, home.node))
         home.epoch.add_(1)
-        rails.group.comm.in_flight = False
         return tuple(added)

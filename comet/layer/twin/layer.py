@@ -79,7 +79,6 @@ class Twin(Backend):
         half = (int(workspace.epoch) + 1) & 1
         for calls in workspace.calls.peers:
             calls[half, comm.rank], calls[2 + half, comm.rank] = call, plan.status[3]
-        comm.in_flight = True
         comm.barrier()
         workspace.epoch += 1
         check_calls(workspace.calls.local[half].tolist(), numbers=workspace.calls.local[2 + half].tolist())

@@ -23,7 +23,6 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, call: in
     """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
     rank, epoch = workspace.comm.rank, int(workspace.epoch) + 1
     num_tokens, top_k = ids.shape
-    workspace.comm.in_flight = True
     for peer in range(workspace.comm.world_size):
         peer_ids = _half(workspace.ids.peers[peer], epoch, top_k)[rank]
         peer_ids[:num_tokens] = ids
