@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.operator import Operand, call
-from comet.layer.paths import ExpertPath, make_path
+from comet.layer.paths import make_path
 from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, local, local_weights, require_held
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases, RoutedTokens
@@ -117,8 +118,6 @@ class MoE(nn.Module):
         require_held(self.w1, self.w2)
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        if not hasattr(self.experts, "__deepcopy__"):  # paths that keep tensors of the layer have it
-            memo[id(self.experts)] = self.experts
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
 
@@ -204,8 +203,7 @@ class MoE(nn.Module):
         self, router: Router, tokens: Tensor, logits: Tensor, scores: Tensor, top_k_ids: Tensor
     ) -> tuple[Tensor | None, *tuple[Any, ...]]:
         """Run the shared expert, which can fill the GPU while the plan cannot, and make the statistics' fields."""
-        includes = getattr(self.experts, "includes_shared", None)  # some paths do, in decode steps
-        shared = None if self.shared is None or (includes and includes(tokens)) else self.shared(tokens)
+        shared = None if self.shared is None or self.experts.includes_shared(tokens) else self.shared(tokens)
         stats = router.measure(logits, scores, top_k_ids, largest_logit=self.group.workspace.largest_logit)
         return shared, *stats
 

@@ -76,7 +76,7 @@ def exchange_alone(path: SymmetricPath, inputs: Sequence[Inputs], w2: Tensor) ->
         tokens, ids, weights, _ = inputs[index]
         plan = path.backend.plan(ids, weights)
         path.backend.dispatch(tokens, plan)
-        if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
+        if path.name == "fused":  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
             without_tiles = replace(
                 plan,
                 tile_starts=torch.zeros_like(plan.tile_starts),

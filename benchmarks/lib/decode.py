@@ -14,8 +14,9 @@ from torch import Tensor
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, RankDecode, rank_slots
 from comet.decode.twin import slot_weights
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import ExpertPath, make_path
+from comet.layer.paths import make_path
 from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quantize_mxfp8

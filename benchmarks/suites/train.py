@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from comet.config import require
 from comet.jobs.config import TrainConfig
+from comet.layer.expert_path import ExpertPath, FunctionPath
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import ExpertPath, make_path
+from comet.layer.paths import make_path
 from comet.layer.sharding import local
 from comet.layout import Biases, RoutedTokens
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
@@ -76,7 +77,10 @@ class SwitchedModel:
         self.train_step, self.replaying = make(replace(settings, cuda_graph="off")), make(settings)
         self.layers = self.gpt.moe_layers()
         self.own_paths: list[ExpertPath] = [layer.experts for layer in self.layers]
-        self.other_paths: dict[str, ExpertPath] = {"plain": make_path("plain", config.moe, group), "rest": no_experts}
+        self.other_paths: dict[str, ExpertPath] = {
+            "plain": make_path("plain", config.moe, group),
+            "rest": FunctionPath(no_experts),
+        }
 
     def step(self, variant: str, index: int) -> StepMetrics:
         for layer, own in zip(self.layers, self.own_paths, strict=True):

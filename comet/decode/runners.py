@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,14 +26,13 @@ from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import power_of_2
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
-from comet.layer.nodes import NodesPath
-from comet.layer.paths import ExpertPath, make_path
-from comet.layer.routed_experts import SymmetricPath
+from comet.layer.paths import make_path
 from comet.layer.weights import match_once, match_weights
 from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases, gate_first
 from comet.limits import at_least, at_most, check_values, multiple_of
-from comet.quantization.formats import FP8, FP8_BLOCK
+from comet.quantization.formats import FP8
 from comet.reference.plain import plain_experts
 from comet.utils.graphs import is_capturing
 from comet.utils.match import Sizes
@@ -167,7 +165,7 @@ class LocalRunner:
         """Start new epochs (collective), which is due where ``check`` raises ``EpochError``."""
 
 
-class GroupExperts:
+class GroupExperts(ExpertPath):
     """Experts over a group: warp decode for at most ``decode_tokens`` of a rank, else the group's path; collective.
 
     ``top_k`` is K in a decode step, with what a shared expert adds; ``decode_tokens=0`` takes no warp decode.
@@ -213,9 +211,6 @@ class GroupExperts:
         assert self.decode_on_ranks is not None, "decode_tokens=0"
         return self.decode_on_ranks(*routed, experts, scratch=self.decode.scratch(routed.tokens, experts))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self
-
     def check(self) -> None:
         """Raise ``CommTimeoutError``, ``EpochError`` (``restart`` is due), ``CapacityError``; waits for the device."""
         self.group.workspace.check()
@@ -252,7 +247,7 @@ class ReplicatedRunner(GroupExperts):
         decode_tokens = 0 if decode_obstacle(group) else decode_tokens
         self.interleaved = interleaved
         super().__init__(moe, group, decode_tokens, top_k=moe.top_k + shared_columns, replicated=True)
-        self.takes_fp8 = computes_fp8(self.path, moe)
+        self.takes_fp8 = self.path.takes_fp8
 
     def add_up(self, partial: Tensor) -> Tensor:
         """``(T, D)`` float32 of each rank -> their sum, in the order of the ranks; collective."""
@@ -305,7 +300,6 @@ class ReplicatedRunner(GroupExperts):
                 w1, biases = gate_first(w1, -2), biases and biases._replace(b1=gate_first(biases.b1, -1))
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2, biases=biases)
             if experts is not None and experts.w1_scales is not None:
-                assert isinstance(self.path, SymmetricPath | NodesPath), "takes_fp8"
                 in_fp8 = fp8_weights(experts)
                 compute = partial(self.path.fp8, w1=in_fp8["w1"], w2=in_fp8["w2"])
             return run_path_on_slices(routed, compute, self.group)
@@ -318,7 +312,7 @@ Runner = LocalRunner | ReplicatedRunner  # all ranks hold the same tokens
 class DataParallelDecode(GroupExperts):
     """Experts over a group each of whose ranks brings its own tokens (data-parallel attention); collective.
 
-    An ``ExpertPath``: ``layer.experts = DataParallelDecode(config, group)`` lets a ``MoE`` decode. Where a gradient is
+    ``layer.experts = DataParallelDecode(config, group)`` lets a ``MoE`` decode. Where a gradient is
     needed (on all ranks or on none) its calls take the group's path.
 
     Args:
@@ -389,11 +383,6 @@ def run_path_on_slices(routed: RoutedTokens, compute: Callable[[RoutedTokens], T
             padded = all_gather_stacked(padded, group.process_group).flatten(0, 1)
         outputs.append(padded[: stop - start])
     return torch.cat(outputs) if outputs else torch.empty_like(routed.tokens)
-
-
-def computes_fp8(path: ExpertPath, moe: MoEConfig) -> bool:
-    """Whether a path's kernels take experts in block FP8 as they are; their twins would only be less exact."""
-    return isinstance(path, SymmetricPath | NodesPath) and path.use_kernels and moe.hidden_size % FP8_BLOCK == 0
 
 
 def fp8_weights(experts: DecodeWeights) -> dict[str, FP8]:

@@ -20,6 +20,7 @@ from comet.decode.ranks import rank_slots
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.kernels.runtime.activation import SWIGLU, Activation
+from comet.layer.expert_path import ExpertPath
 from comet.layer.sharding import local, version_of
 from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import Biases, ExpertLayout, RoutedTokens
@@ -287,10 +288,8 @@ def matrices_of(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-class FrozenExperts:
+class FrozenExperts(ExpertPath):
     """Routed experts of a layer whose tokens all ranks hold, in decode steps with its shared expert; for inference.
-
-    A ``comet.layer.paths.ExpertPath``.
 
     Args:
         layer: The ``MoE``, whose w1 and w2 are in the dtype of the products; only read with ``shared``.
@@ -303,7 +302,6 @@ class FrozenExperts:
         return type(self)(self.runner, *copy.deepcopy((self.layer, self.shared), memo))
 
     def includes_shared(self, tokens: Tensor) -> bool:
-        """Whether the next call, with tokens ``(T, D)``, includes the layer's shared expert: ``MoE`` leaves it out."""
         return self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens) and self.shared.joins()
 
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:

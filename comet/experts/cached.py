@@ -10,10 +10,8 @@ from torch.nn.functional import pad
 
 from comet.config import require
 from comet.decode.runners import Runner
-from comet.experts.cache import ExpertCache
-from comet.experts.options import GRAPH_FALLBACK_REASON
+from comet.experts.cache import CacheReport, ExpertCache, report_of
 from comet.experts.prefetch import Predict, Prefetch
-from comet.experts.staged import StagedExperts
 from comet.experts.streaming import ExpertsFromSlots
 from comet.layout import RoutedTokens
 from comet.router.router import Router
@@ -45,6 +43,15 @@ class CachedExperts(ExpertsFromSlots):
         waves = self.runner.decode.max_tokens > 1 and self.cache.cores is None
         return waves or self.cache.num_slots >= self.most_of_a_token(top_k)
 
+    def prefetch_by(self, predict: Predict, following: Prefetch | None, stream: torch.cuda.Stream | None) -> Prefetch:
+        self.cache.expect_prefetch()
+        self.prefetch = Prefetch(self.cache, predict, following, stream)
+        return self.prefetch
+
+    @staticmethod
+    def report(paths: Sequence[CachedExperts]) -> CacheReport:
+        return report_of([path.cache for path in paths])
+
     def check(self) -> None:
         """Raise ``HostComputeError`` if the host's cores are gone; once a pass is enough."""
         if self.cache.cores is not None and self.cache.layer == 0:
@@ -74,18 +81,14 @@ def probable(router: Router, tokens: Tensor) -> Tensor:
     return router(tokens).top_k_ids
 
 
-def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Sequence[Predict]) -> None:
+def prefetch_between(paths: Sequence[ExpertsFromSlots], predict: Sequence[Predict]) -> None:
     """Let every layer bring the experts of the next one.
 
     Args:
         predict: For each of them; the first one's is not asked.
     """
-    cached = [path for path in paths if isinstance(path, CachedExperts)]
-    if len(cached) < len(paths):
-        raise NotImplementedError(f"expert_prefetch=True must be auto or false where {GRAPH_FALLBACK_REASON}")
-    device = cached[0].cache.weights.w1.device
+    device = paths[0].cache.weights.w1.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     following: Prefetch | None = None
-    for path, each in zip(reversed(cached), reversed(predict), strict=True):
-        path.cache.expect_prefetch()
-        following = path.prefetch = Prefetch(path.cache, each, following, stream)
+    for path, each in zip(reversed(paths), reversed(predict), strict=True):
+        following = path.prefetch_by(each, following, stream)

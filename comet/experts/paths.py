@@ -15,12 +15,12 @@ from comet.comm.handshake import largest
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.errors import UnavailableError
-from comet.experts.cache import CacheReport, ExpertCache, report_of
+from comet.experts.cache import CacheReport, ExpertCache
 from comet.experts.cached import CachedExperts, prefetch_between, probable
 from comet.experts.host.cores import HostCores, open_cores, started
 from comet.experts.host.profile import HostSizes
 from comet.experts.options import StoreOptions
-from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
+from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
@@ -170,24 +170,18 @@ def host_paths(
     some_missing = slots.num_slots < layout.experts_local
     guides = routers() if options.prefetches(slots.device, useful=some_missing) else ()
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
-    readable = all(isinstance(path, CachedExperts) for path in paths)
-    if guides and options.prefetches(slots.device, useful=readable):
+    if guides and options.prefetches(slots.device, useful=not paths[0].graph_obstacle):
         prefetch_between(paths, [partial(probable, router) for router in guides])
     return paths
 
 
-def report_of_paths(paths: Sequence[CachedPath]) -> CacheReport | None:
+def report_of_paths(paths: Sequence[Any]) -> CacheReport | None:
     """Report on the caches of all layers so far; ``None`` without a layer. Waits for their device."""
-    staged = [path.cache for path in paths if isinstance(path, StagedExperts)]
-    if staged:
-        return staged_report_of(staged)
-    cached = [path.cache for path in paths if isinstance(path, CachedExperts)]
-    return report_of(cached) if cached else None
+    return paths[0].report(paths) if paths else None
 
 
 def cores_of_paths(paths: Sequence[CachedPath]) -> HostCores | None:
-    cores = (path.cache.cores for path in paths if isinstance(path, CachedExperts))
-    return next(cores, None)
+    return paths[0].cache.cores if paths else None
 
 
 def fewer_slots(num_slots: int, fitting: int, num_layers: int, least: int) -> int:

@@ -23,6 +23,7 @@ from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.errors import CommTimeoutError
 from comet.experts.cache import CacheReport
+from comet.experts.options import GRAPH_FALLBACK_REASON
 from comet.experts.store import ExpertReader, Specs, host_memory
 from comet.experts.streaming import ExpertsFromSlots, SlotCache, Visit
 from comet.kernels.runtime.activation import SWIGLU, Activation
@@ -117,6 +118,8 @@ class StagedCache(SlotCache):
         first_expert: Number of the reader's first among them.
     """
 
+    cores = None  # the host's; they compute where the device reads experts itself
+
     def __init__(
         self,
         reader: ExpertReader,
@@ -200,19 +203,6 @@ class StagedCache(SlotCache):
         self.weights.slots.copy_(table)
 
 
-def staged_report_of(caches: Sequence[StagedCache]) -> CacheReport:
-    """Return the counts of all layers' caches, which share a stage."""
-    fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
-    return CacheReport(
-        slots=caches[0].num_slots,
-        needed=sum(cache.needed for cache in caches),
-        fetched=fetched,
-        fetched_bytes=fetched * expert,
-        fetching_s=sum(cache.fetching_s for cache in caches),
-        staged_bytes=caches[0].stage.num_reads * expert,
-    )
-
-
 class StagedExperts(ExpertsFromSlots):
     """Experts that the host brings.
 
@@ -220,6 +210,7 @@ class StagedExperts(ExpertsFromSlots):
     """
 
     cache: StagedCache
+    graph_obstacle = GRAPH_FALLBACK_REASON
 
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
         super().__init__(cache, runner)
@@ -229,6 +220,20 @@ class StagedExperts(ExpertsFromSlots):
     def has_steps(self, top_k: int) -> bool:
         """Whether the slots hold the experts of one token; the host has no waves."""
         return self.cache.num_slots >= self.most_of_a_token(top_k)
+
+    @staticmethod
+    def report(paths: Sequence[StagedExperts]) -> CacheReport:
+        """Return the counts of all layers' caches, which share a stage."""
+        caches = [path.cache for path in paths]
+        fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
+        return CacheReport(
+            slots=caches[0].num_slots,
+            needed=sum(cache.needed for cache in caches),
+            fetched=fetched,
+            fetched_bytes=fetched * expert,
+            fetching_s=sum(cache.fetching_s for cache in caches),
+            staged_bytes=caches[0].stage.num_reads * expert,
+        )
 
     def step(self, routed: RoutedTokens, w1: Tensor, w2: Tensor) -> Tensor:
         """Compute a step in parts, whose experts are brought before each."""

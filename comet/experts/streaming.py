@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from comet.decode.runners import Runner
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.kernels.decode.dequantize import dequantize_slots
+from comet.layer.expert_path import ExpertPath
 from comet.layout import Biases, RoutedTokens
 from comet.reference.plain import grouped_matmul
 from comet.utils.autocast import without_autocast
@@ -152,12 +153,14 @@ def with_biases(products: Tensor, biases: Tensor | None, owners: Tensor | None) 
     return products if biases is None or owners is None else products + biases[owners]
 
 
-class ExpertsFromSlots:
-    """Routed experts of a layer, from the slots of its cache; an ``ExpertPath``, for inference.
+class ExpertsFromSlots(ExpertPath):
+    """Routed experts of a layer, from the slots of its cache; for inference.
 
     Of more tokens than the runner decodes, or of more experts a token than steps take, missing experts stream through
     the slots, for which the host waits. Quantised ones are dequantised to the tokens' type, those of a group at once.
     """
+
+    graph_obstacle = ""  # why no CUDA graph can hold a step; empty where one can
 
     def __init__(self, cache: SlotCache, runner: Runner) -> None:
         self.cache, self.runner = cache, runner
@@ -180,6 +183,10 @@ class ExpertsFromSlots:
                 return self.step(routed, w1, w2)
             with self.runner.noting("streaming of experts", collectives=True):
                 return self.runner.add_up(self._stream(routed)).to(routed.tokens.dtype)
+
+    def prefetch_by(self, predict: Any, following: Any, stream: torch.cuda.Stream | None) -> Any:
+        """Let experts that ``predict`` guesses travel before their step, once those of the next layer may, too."""
+        raise NotImplementedError(f"expert_prefetch=True must be auto or false where {self.graph_obstacle}")
 
     def check(self) -> None:
         """Raise what keeps this layer from being computed."""

@@ -23,9 +23,9 @@ from comet.decode.shared import state_of
 from comet.experts.budget import most_tokens, plan_budget
 from comet.experts.cache import CacheReport, ExpertCache
 from comet.experts.host.cores import HostCores
-from comet.experts.options import GRAPH_FALLBACK_REASON, StoreOptions
+from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
-from comet.experts.staged import StagedCache, StagedExperts
+from comet.experts.staged import StagedCache
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.graphed.step import Passes, batch_obstacle
 from comet.layer.group import ExpertGroup
@@ -276,8 +276,8 @@ class GPTEngine(Engine):
         )
 
     def _obstacle(self, num_tokens: int) -> str:
-        is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
-        return GRAPH_FALLBACK_REASON if is_staged else batch_obstacle(num_tokens, self.runner.captured_tokens)
+        reason = next((path.graph_obstacle for path in self.stored), "")
+        return reason or batch_obstacle(num_tokens, self.runner.captured_tokens)
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         self._clock.proceed()

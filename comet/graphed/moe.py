@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ from torch.func import functional_call
 
 from comet.comm.collectives import wants_grad
 from comet.config import require
-from comet.layer.paths import ExpertPath
-from comet.layer.routed_experts import DeferredWgrad, SymmetricPath
+from comet.layer.expert_path import ExpertPath
 from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
 from comet.router.losses import RouterStats
@@ -78,9 +76,7 @@ class TrainingGraphs:
         own = {
             name: local(each).detach().requires_grad_(each.requires_grad) for name, each in module.named_parameters()
         }
-        experts = layer.experts
-        leaving: AbstractContextManager[DeferredWgrad] = nullcontext([])  # other paths leave nothing
-        with experts.defer_wgrad() if isinstance(experts, SymmetricPath) else leaving as deferred:
+        with layer.experts.defer_wgrad() as deferred:
             self._run_forward, results = record(partial(functional_call, module, own, self._inputs))
             self._has_grad = tuple(each.requires_grad for each in results)
             roots = [each for each in results if each.requires_grad]

@@ -36,6 +36,7 @@ from comet.config import MAX_TOP_K, MoEConfig, OverlapConfig, require
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.kernels.runtime.activation import Activation
 from comet.layer.backend import Backend, expert_capacity
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.plan import Plan, check_routing, check_tokens
@@ -43,7 +44,7 @@ from comet.layer.rails.collective import CollectiveRails, Rails, Stop
 from comet.layer.routed_experts import DeferredWgrad, Saved, backward, check_fp8, forward, in_order, make_backend
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens, positions_in_groups
-from comet.quantization.formats import FP8
+from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.schedule.choice import Problem
 from comet.schedule.network import Rates, best_parts
 from comet.utils.derivatives import first_only
@@ -98,7 +99,7 @@ def inside_node(node: int, *, collectives: bool) -> Iterator[None]:
         raise kind(f"inside node {node}, whose ranks count from 0: {error}") from error
 
 
-class NodesPath:
+class NodesPath(ExpertPath):
     """Routed experts of a group over several nodes: ``comet.layer.routed_experts`` in each node, guests between them.
 
     Args:
@@ -126,7 +127,8 @@ class NodesPath:
         rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
         self.match = match_once(match_weights, config, self.layout, **rules)
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
-        self.use_kernels = use_kernels
+        self.takes_fp8 = use_kernels and config.hidden_size % FP8_BLOCK == 0
+        self.waits_for_counts = self.rails.collectives
         # Every rank of a node runs the layer equally often, so the pool decides and not a call's tokens.
         most = group.workspace.max_tokens
         self.is_split = most >= SPLIT_TOKENS

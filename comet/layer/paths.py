@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, get_args
+from typing import get_args
 
 from torch import Tensor
 
 from comet.comm.collectives import CollectiveSteps
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.backend import layer_choice
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.nodes import NodesPath, nodes_obstacle, problem_over
 from comet.layer.routed_experts import SymmetricPath
@@ -20,24 +21,15 @@ from comet.schedule.network import Rates, training_times
 from comet.utils.uncompiled import uncompiled
 
 
-class ExpertPath(Protocol):
-    """Computes the weighted sum of each token's experts, differentiably."""
-
-    def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
-        """Tokens and ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
-
-        ``biases`` of ``(e, 2F/TP)`` and ``(e, D)`` are there where the layer has ``expert_bias``, and only there.
-        """
-        ...
-
-
-class CollectivePath:
+class CollectivePath(ExpertPath):
     """One of the functions of ``comet.reference.plain`` for a layer: runs wherever ``torch.distributed`` does.
 
     Args:
         name: ``plain`` (all-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured against) or
             ``reference`` (every rank gathers all weights: the specification).
     """
+
+    waits_for_counts = True
 
     def __init__(self, name: Path | str, config: MoEConfig, group: ExpertGroup) -> None:
         self.name = name
@@ -138,10 +130,3 @@ def why_plain_trains(problem: Problem) -> str:
         f"expected to take {plain:.1f} ms there, and {inside:.1f} ms inside the nodes; train more tokens in a step, or "
         "replay steps from CUDA graphs, which needs comm.backend"
     )
-
-
-def waits_for_counts(path: ExpertPath) -> bool:
-    """Whether a call waits on the host for how many rows travel, so that no CUDA graph can hold it."""
-    if isinstance(path, NodesPath):
-        return path.collectives
-    return isinstance(path, CollectivePath)

@@ -21,13 +21,14 @@ from comet.comm.base import require_memory
 from comet.comm.collectives import wants_grad
 from comet.config import MoEConfig, OverlapConfig, check_kernels, require
 from comet.layer.backend import Backend
+from comet.layer.expert_path import DeferredWgrad, ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.twin.layer import Twin
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layer.workspace import Workspace
 from comet.layout import Biases, RoutedTokens, added_biases
-from comet.quantization.formats import FP8
+from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
@@ -41,11 +42,6 @@ class Saved:
     received: Tensor  # (R, D) tokens that arrived, own ones included
     pre_activation: Tensor  # (Q, 2F) gate | up
     plan: Plan
-
-
-# Functions that make the gradients of w1 and of w2 in new memory. A backward pass leaves them to its caller, who calls
-# them before the layer runs again. No rank waits for another in them.
-DeferredWgrad = list["partial[Tensor]"]
 
 
 def forward(
@@ -113,7 +109,7 @@ def backward(
     return grad_x, grad_top_k_weights, grad_w1, grad_w2, *grad_biases
 
 
-class SymmetricPath:
+class SymmetricPath(ExpertPath):
     """``forward`` and ``backward`` as one differentiable operation for a layer: plan -> layer 0 -> layer 1.
 
     Args:
@@ -126,7 +122,7 @@ class SymmetricPath:
         self.name = "fused" if use_kernels else "twin"
         require_memory(group.comm, f"path={self.name!r}", WITHOUT_MEMORY)
         self.backend = make_backend(config, group, overlap, use_kernels=use_kernels)
-        self.use_kernels = use_kernels
+        self.takes_fp8 = use_kernels and config.hidden_size % FP8_BLOCK == 0
         self.layout, self.workspace = self.backend.layout, self.backend.workspace
         rules = dict(biased=config.expert_bias, dtype=group.workspace.shape.dtype, device=group.device)
         self.match = match_once(match_weights, config, self.layout, **rules)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
+from comet.layer.expert_path import ExpertPath
 from comet.layer.sharding import require_held
 from comet.layer.weights import match_biases, pad_width
 from comet.layout import Biases
@@ -30,7 +31,7 @@ from comet.utils.match import Sizes
 from comet.utils.uncompiled import uncompiled
 
 
-class ModularMoE:
+class ModularMoE(ExpertPath):
     """Routed experts, put together at run time: an ``ExpertPath``, usable as ``MoE.experts``. For inference.
 
     Args:

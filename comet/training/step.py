@@ -17,7 +17,6 @@ from torch import Tensor
 from comet.jobs.config import TrainConfig
 from comet.layer.backend import expert_capacity
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import waits_for_counts
 from comet.models.gpt import GPT, next_token_loss
 from comet.training.data import Text, sample_batch
 from comet.training.optimizer import ScaledAdamW, learning_rate, sum_gradients
@@ -54,7 +53,7 @@ class TrainStep:
         self._parameters = list(model.parameters())
         device = model.rotary.device
         self._batch = torch.empty(config.batch_size, model.config.context + 1, dtype=torch.int64, device=device)
-        asks = any(waits_for_counts(layer.experts) for layer in model.moe_layers())
+        asks = any(layer.experts.waits_for_counts for layer in model.moe_layers())
         obstacle = "the collectives of its MoE layers wait for counts on the host" if asks else ""
         self._passes = Replayed(self._run, device, "training steps", cuda_graph=config.cuda_graph, obstacle=obstacle)
 

@@ -29,8 +29,9 @@ from comet.comm.handshake import gather, largest
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import StepFailedError
 from comet.jobs.config import JobConfig, MeasureConfig, StepJob, activation_dtype
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup, make_expert_group, with_legs
-from comet.layer.paths import ExpertPath, make_path
+from comet.layer.paths import make_path
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import Biases, RoutedTokens
 from comet.schedule.choice import Problem, counted

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from comet.config import ParallelConfig
+from comet.layer.expert_path import FunctionPath
 from comet.layer.group import make_expert_group
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import RoutedTokens
@@ -90,7 +91,7 @@ def test_a_variant_runs_its_own_path_only() -> None:
 def test_steps_are_replayed_from_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = graphs_on_cpu(monkeypatch)
     model = make_model()
-    model.own_paths = [partial(all_experts, None)] * 2
+    model.own_paths = [FunctionPath(partial(all_experts, None))] * 2
     wanted = model.first_steps("comet")
     assert captures.count == 0
     found = model.first_steps("comet_graph")

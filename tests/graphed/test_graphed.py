@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from comet import GraphedMoE, MoE, make_expert_group
 from comet.config import OverlapConfig
 from comet.graphed.moe import Output
+from comet.layer.expert_path import FunctionPath
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import expert_parameter
 from comet.layout import RoutedTokens
@@ -268,7 +269,7 @@ def test_a_layer_that_asks_the_device_in_its_backward_pass(
         return output
 
     steps = make_steps()
-    steps.layer.experts = experts  # type: ignore[assignment]
+    steps.layer.experts = FunctionPath(experts)
     with caplog.at_level(logging.WARNING):
         for seed in range(4):
             steps.step([draw(6, seed)], f"step {seed}")
@@ -347,7 +348,7 @@ def test_checkpointed_layers(captures: Captures) -> None:
 def test_autocast_has_graphs_of_its_own(captures: Captures) -> None:
     layer = make_layer()
     graphed, wanted = GraphedMoE(layer), []
-    layer.experts = lambda routed, *_: routed.tokens * routed.top_k_weights.sum(1, keepdim=True)  # type: ignore[assignment]
+    layer.experts = FunctionPath(lambda routed, *_: routed.tokens * routed.top_k_weights.sum(1, keepdim=True))
     for seed in range(6):
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=seed % 2 == 1):
@@ -362,7 +363,7 @@ def test_autocast_has_graphs_of_its_own(captures: Captures) -> None:
 
 def test_casts_that_autocast_keeps_are_in_the_graph(captures: Captures) -> None:
     layer = make_layer()
-    layer.experts = lambda routed, *_: routed.tokens * routed.top_k_weights.sum(1, keepdim=True)  # type: ignore[assignment]
+    layer.experts = FunctionPath(lambda routed, *_: routed.tokens * routed.top_k_weights.sum(1, keepdim=True))
     graphed = GraphedMoE(layer)
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -405,7 +406,7 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(layer: MoE, capt
 
 def test_a_layer_captured_in_inference_mode_serves_outside_of_it(layer: MoE, captures: Captures) -> None:
     former, records = layer.experts, []
-    layer.experts = lambda *inputs: records.append(torch.is_grad_enabled()) or former(*inputs)  # type: ignore[assignment]
+    layer.experts = FunctionPath(lambda *inputs: records.append(torch.is_grad_enabled()) or former(*inputs))
     graphed = GraphedMoE(layer)
     for seed, mode in enumerate([torch.inference_mode] * 3 + [torch.no_grad, torch.inference_mode]):
         with mode():
@@ -444,7 +445,7 @@ def test_a_layer_that_asks_the_device_runs_as_it_stands(
     def asks(routed: RoutedTokens, *weights: Tensor) -> Tensor:
         return experts(routed, *weights) * (1 if int(len(routed.tokens) + routed.top_k_ids.max()) else 0)
 
-    layer.experts = asks  # type: ignore[assignment]
+    layer.experts = FunctionPath(asks)
     graphed = GraphedMoE(layer)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         for seed in range(4):

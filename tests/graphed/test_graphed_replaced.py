@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from comet import GraphedMoE, MoE
+from comet.layer.expert_path import FunctionPath
 from comet.router.router import Router
 
 BIASED = replace(CONFIG, balance="bias")
@@ -51,7 +52,7 @@ def test_another_path_ends_the_replays(captures: Captures) -> None:
     with torch.no_grad():
         for _ in range(3):
             graphed(x)
-        layer.experts = lambda *inputs: 2 * former(*inputs)
+        layer.experts = FunctionPath(lambda *inputs: 2 * former(*inputs))
         assert torch.equal(graphed(x)[0], layer(x)[0])
     assert "replaced" in graphed.graph_fallback_reason
 

@@ -33,6 +33,7 @@ from comet.jobs.config import TrainConfig
 from comet.launch.config import compose
 from comet.launch.failures import is_user_error, one_line
 from comet.layer.backend import Backend
+from comet.layer.expert_path import FunctionPath
 from comet.layer.sharding import local
 from comet.models.gpt import next_token_loss
 from comet.training import trainer
@@ -337,7 +338,7 @@ def test_the_norm_of_bfloat16_gradients_is_that_of_float32():
 def make_trainer(cuda_graph: GraphMode) -> TrainStep:
     model, group = make_model(replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.25)))
     for layer in model.moe_layers():
-        layer.experts = partial(all_experts, None)
+        layer.experts = FunctionPath(partial(all_experts, None))
     config = replace(TRAIN, cuda_graph=cuda_graph)
     return TrainStep(model, make_optimizer(model, config), group, TEXT, config)
 

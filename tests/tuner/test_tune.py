@@ -19,8 +19,9 @@ from comet.errors import NothingMeasuredError
 from comet.jobs.config import TuneJob
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import ExpertPath, make_path
+from comet.layer.paths import make_path
 from comet.schedule.choice import Machine, Problem, default_setting, effective, setting_name
 from comet.schedule.table import KEY_COLUMNS, Measured, Profile, Table
 from comet.tuner import layers, sweep

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from comet.config import require
 from comet.decode import before_replay
-from comet.experts.options import GRAPH_FALLBACK_REASON
-from comet.experts.staged import StagedExperts
 from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.modules import CometExperts
 from comet.integrations.hf.stored_experts import stored_paths
@@ -162,7 +160,7 @@ def graph_obstacle(model: Any, cache: Any, num_tokens: int) -> str:
     others = forgetful(cache)
     if others:
         return f"transformers counts the positions of {others} on the host"
-    if any(isinstance(path, StagedExperts) for path in stored_paths(model)):
-        return GRAPH_FALLBACK_REASON
+    if reason := next((path.graph_obstacle for path in stored_paths(model)), ""):
+        return reason
     limits = [module.runner.captured_tokens for module in model.modules() if isinstance(module, CometExperts)]
     return batch_obstacle(num_tokens, min(limits, default=num_tokens))

@@ -25,8 +25,9 @@ from comet.capabilities import missing, refuse
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.errors import UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
+from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import ExpertPath, make_path, path_to_train
+from comet.layer.paths import make_path, path_to_train
 from comet.layout import Biases, RoutedTokens
 from comet.limits import check_values, equal_to, one_of
 from comet.utils.autocast import in_dtype

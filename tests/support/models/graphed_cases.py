@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.graphed.moe import GraphedMoE, Output
+from comet.layer.expert_path import FunctionPath
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import RoutedTokens
@@ -157,7 +158,7 @@ def make_layer(path: str = "dense", config: MoEConfig = CONFIG, **settings: Any)
     group = make_expert_group(config, ParallelConfig(), max_tokens=64, dtype=torch.float32, device=torch.device("cpu"))
     moe = MoE(config, group, overlap=OverlapConfig(num_panels=1), seed=5, **settings)
     later = LaterExperts(config, group, OverlapConfig(num_panels=1), use_kernels=False)
-    moe.experts = later if path == "later" else partial(all_experts, None)  # type: ignore[assignment]
+    moe.experts = later if path == "later" else FunctionPath(partial(all_experts, None))
     return moe
 
 
