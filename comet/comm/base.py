@@ -21,6 +21,7 @@ from comet.comm.failures import Board, is_peer_error
 from comet.comm.handshake import abort_nccl, await_device, largest
 from comet.config import require
 from comet.errors import AgreedError, CommTimeoutError, StepFailedError, UnavailableError
+from comet.kernels.runtime.faults import ROWS_NEEDED
 from comet.layout import round_up
 from comet.utils.graphs import is_capturing
 from comet.utils.streams import StreamOrder
@@ -213,7 +214,7 @@ class Communicator(ABC):
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
         """Name what ``restart`` zeroes: an epoch ``(1,)`` int32, a fault ``(8,)`` int64, and this rank's signals."""
-        self._epochs += [epoch, fault[:7], *signals]  # a plan's message in the last entry is kept until check raises it
+        self._epochs += [epoch, fault[:ROWS_NEEDED], *signals]  # a plan's message is kept until check raises it
 
     def restart(self) -> None:
         """Bring all ranks back into step (collective): zero all epochs, faults, signals and notes of failures.

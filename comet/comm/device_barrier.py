@@ -10,6 +10,7 @@ from comet.comm.base import Communicator, SymmTensor, pointer_table, settle
 from comet.comm.handshake import gather
 from comet.comm.signals import waited
 from comet.errors import CommTimeoutError
+from comet.kernels.runtime.faults import Fault
 from comet.kernels.runtime.primitives import barrier_kernel
 
 
@@ -29,8 +30,10 @@ class DeviceBarrier:
         self._interpret = interpret
         device = flags.local.device
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self._fault = torch.zeros(8, dtype=torch.int64, device=device)
-        self._record = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._fault = Fault.allocate(device)
+        self._record = Fault.allocate(torch.device("cpu"))
+        if device.type == "cuda":
+            self._record = self._record.pin_memory()
 
     @property
     def failed(self) -> bool:
@@ -70,8 +73,9 @@ class DeviceBarrier:
         if not self.failed:
             return
         self._synchronize()  # the first word may have arrived before the others
-        _, _, peer, _, expected, seen, *_ = self._record.tolist()
-        raise CommTimeoutError(waited(self._flags.rank, peer, "barrier", self._timeout_s, expected, seen))
+        fault = Fault.of(self._record)
+        late = waited(self._flags.rank, fault.peer, fault.place.words, self._timeout_s, fault.expected, fault.seen)
+        raise CommTimeoutError(late)
 
     def _synchronize(self) -> None:
         settle(self._fault.device)

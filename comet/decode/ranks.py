@@ -16,12 +16,11 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, WIDTH, DecodeScratch, DecodeWeights, check_inputs
 from comet.kernels.decode.blocks import DecodeConfig
-from comet.kernels.decode.gather import ABSENT, PLACE_GATHER
+from comet.kernels.decode.gather import ABSENT
 from comet.kernels.decode.step import Batch, Gather, ReceiveBuffer, Words
 from comet.kernels.decode.words import LOW_HALF
-from comet.kernels.experts.host import PLACE_HOST
-from comet.kernels.network.receive import PLACE_ELSEWHERE
 from comet.kernels.runtime.arguments import aligned
+from comet.kernels.runtime.faults import Fault, Place
 from comet.layout import ExpertLayout
 from comet.limits import at_least, at_most, check_values
 from comet.utils.graphs import hold_if_captured
@@ -126,7 +125,7 @@ def _memory(
     words = comm.alloc(receive_bytes(comm.world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
     gather = TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens) if own_tokens else None
     epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
-    fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+    fault = Fault.allocate(comm.device)
     signals = [words.local] if gather is None else [words.local, gather.words.local]
     comm.renew_at_restart(epoch, fault, signals)
     return words, gather, epoch, fault
@@ -192,7 +191,7 @@ class RankDecode:
         self.words, self.gather, self.epoch, self.fault = comm.once(
             ("decode", hidden_size, max_tokens, own_tokens), lambda: _memory(comm, hidden_size, max_tokens, own_tokens)
         )
-        if int(self.fault[1]) == PLACE_HOST.value:  # A model is gone whose host's cores did not answer.
+        if Fault.of(self.fault).place is Place.HOST:  # A model is gone whose host's cores did not answer.
             self.fault.zero_()
         self._step = comm.step("decode step", refuses=True)
         self._match = MatchOnce(self._check_inputs)
@@ -244,11 +243,10 @@ class RankDecode:
             EpochError: If the epoch has passed 2^30; ``restart`` is due.
         """
         settle(self.comm.device)
-        aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
-        if aborted and place != PLACE_ELSEWHERE.value:  # the group over nodes knows what failed elsewhere
-            what = "gather" if place == PLACE_GATHER.value else "all-reduce"
-            place = f"decode {what}, block {item}"
-            late = waited(self.comm.rank, peer, place, self.comm.timeout_s, expected, seen)
+        fault = Fault.of(self.fault)
+        if fault.is_set and fault.place is not Place.ELSEWHERE:  # the group over nodes knows what failed elsewhere
+            place = f"{fault.place.words}, block {fault.index}"
+            late = waited(self.comm.rank, fault.peer, place, self.comm.timeout_s, fault.expected, fault.seen)
             error = self.comm.board.explained(late)
             self.comm.board.note("last decode step", error)
             raise error

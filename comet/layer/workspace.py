@@ -42,6 +42,7 @@ from comet.comm.failures import FEWER_CALLS, RESTART
 from comet.comm.signals import check_epoch, waited
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, CommTimeoutError, NotFiniteError, StepFailedError
+from comet.kernels.runtime.faults import ROWS_NEEDED, Fault, Place
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, LEG_HEADER
 from comet.layout import round_up
 from comet.utils.choices import Backend
@@ -49,15 +50,8 @@ from comet.utils.choices import Backend
 if TYPE_CHECKING:
     from comet.kernels.runtime.recorder import Recorder
 
-ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
-PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
-CALL = len(PLACES)  # the place of no wait, where calls of ranks were compared
-# Places of waits for rail peers, where passes of two nodes were compared, and, inside a node, of a failure outside.
-NETWORK_PLACES = {6: "guests from its node", 7: "sums from its node"}
-OTHER_CALL, ELSEWHERE = 8, 9
-
 # Places at which a pass opens an epoch: the flags that another rank raises if it opened the other kind of pass.
-OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
+OTHERWISE = {Place.BARRIER: ("ids_flags", "forward"), Place.EXCHANGE: ("barrier_flags", "backward")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +178,7 @@ class Workspace:
         # (1,) int32 on the device; grows by one with every plan and every barrier, equally on all ranks
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         # (8,) int64 record of a spin that met its deadline (see comet.kernels.runtime.primitives)
-        self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+        self.fault = Fault.allocate(comm.device)
         # () float32, NaN or infinite once a router's logits were (see comet.router.router.watch_finite), until check
         # raises
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
@@ -236,17 +230,17 @@ class Workspace:
         self.comm.settle("last step")
         if self.inner is not None:
             self._check_inner(self.inner)
-        rows_needed = int(self.fault[ROWS_NEEDED])
+        fault = Fault.of(self.fault)
         if late := self.timeout():
-            was_called = int(self.fault[1]) in (CALL, OTHER_CALL)
+            was_called = fault.place in (Place.CALL, Place.OTHER_CALL)
             error = StepFailedError(f"{late}; {RESTART}") if was_called else self.comm.board.explained(late)
             self.comm.board.note("last step", error)
             raise error
         self.comm.board.check()
         check_epoch(self.epoch, self.comm.rank)
-        if rows_needed:
+        if fault.rows_needed:
             self.fault[ROWS_NEEDED] = 0
-            raise self.no_room(rows_needed)
+            raise self.no_room(fault.rows_needed)
         largest_logit = self.largest_logit.item()
         if not math.isfinite(largest_logit):
             self.largest_logit.zero_()
@@ -272,25 +266,26 @@ class Workspace:
         )
 
     def timeout(self) -> str:
-        """Return which rank waited in vain, or called another layer, as kernels here recorded it; empty if none."""
-        aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
-        if not aborted or place == ELSEWHERE:
+        """Return which rank waited in vain, or called another layer; empty if none."""
+        fault = Fault.of(self.fault)
+        _, place, peer, index, expected, seen, *_ = fault
+        if not fault.is_set or place is Place.ELSEWHERE:
             return ""
-        if place == OTHER_CALL:
+        if place is Place.OTHER_CALL:
             theirs, node = divmod(peer, len(self.rail_peers))
             return other_call(self.comm.rank, index, self.rail_peers[node], theirs, expected, seen)
         peer = self.rail_peers[peer] if self.rail_peers else peer
-        if place == CALL and index:  # in a backward pass
+        if place is Place.CALL and index:  # in a backward pass
             theirs = int(self.calls.local[(int(self.epoch) + 1) & 1, peer])
             return other_call(self.comm.rank, index, peer, theirs, expected, seen)
-        if place == CALL:
+        if place is Place.CALL:
             return other_call(self.comm.rank, expected, peer, seen)
-        where = f"{NETWORK_PLACES.get(place) or PLACES[place]}, chunk {index}"
+        where = f"{place.words}, chunk {index}"
         text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
         return self.explained(text, place, peer, expected)
 
-    def explained(self, late: str, place: int, peer: int, epoch: int) -> str:
-        """The message for a rank that came late to one of ``PLACES``, with what it did instead where that shows."""
+    def explained(self, late: str, place: Place, peer: int, epoch: int) -> str:
+        """The message for a rank that came late to a place, with what it did instead where that shows."""
         if place not in OTHERWISE:
             return late
         flags, kind = OTHERWISE[place]

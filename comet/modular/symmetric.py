@@ -21,10 +21,10 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.errors import CapacityError
+from comet.kernels.runtime.faults import ROWS_NEEDED
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan, check_tokens
 from comet.layer.routed_experts import make_backend
-from comet.layer.workspace import ROWS_NEEDED
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,

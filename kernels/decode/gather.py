@@ -34,11 +34,10 @@ import triton
 import triton.language as tl
 
 from ..runtime.dependent import allow_next
-from ..runtime.primitives import any_of, clock_ns, record_fault
+from ..runtime.primitives import PLACE_GATHER, any_of, clock_ns, record_fault
 from .step import Batch, ReceiveBuffer, Step, Words
 from .words import POLL_COUNT, word_of, words_at
 
-PLACE_GATHER = tl.constexpr(6)
 ABSENT = tl.constexpr(-(2**31))
 COLS = 512  # 16 bytes of a token for each thread
 NUM_WARPS = 4

@@ -24,9 +24,8 @@ no rank here. ``decode.gather`` says why that is safe.
 import triton
 import triton.language as tl
 
-from ..runtime.primitives import any_of, clock_ns, record_fault
+from ..runtime.primitives import PLACE_DECODE, any_of, clock_ns, record_fault
 
-PLACE_DECODE = tl.constexpr(5)
 # The interpreter's clock counts polls of 20 us; one look at all words takes it at least 100 times as long.
 POLL_COUNT = tl.constexpr(100)
 LOW_HALF = tl.constexpr(0xFFFFFFFF)

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.primitives import MOST_THREADS, any_of, wait_flag
+from ..runtime.faults import Place
+from ..runtime.primitives import MOST_THREADS, PLACE_HOST, any_of, wait_flag
 from .mailbox import (
     ANSWERED,
     EXPERTS,
@@ -38,7 +39,6 @@ from .mailbox import (
 )
 from .tables import COUNT, HOSTED, LAYER, NEVER, HostExperts, tables_of
 
-PLACE_HOST = tl.constexpr(7)  # 6 is that of ``decode.gather``, which may share the record
 ON_HOST = tl.constexpr(-2)  # ``arriving`` of an expert that the host computes
 PATIENCE_NS = 2_000_000  # of polling without a pause
 PAUSE_S = 50e-6
@@ -215,7 +215,7 @@ def ask_torch(
     words[ANSWERED.value] = 0
     words[REQUEST.value] = sequence
     if is_late or not _comes(mail, lambda: int(words[ANSWERED.value]) >= sequence):
-        record = [1, PLACE_HOST.value, layer, len(experts), sequence, int(words[ANSWERED.value])]
+        record = [1, Place.HOST, layer, len(experts), sequence, int(words[ANSWERED.value])]
         mail.fault[: len(record)] = torch.tensor(record)
         words[FAILED.value] = 1
         return torch.full_like(mail.answer[:num_tokens], torch.nan)

@@ -5,17 +5,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import power_of_2
-from ..runtime.primitives import MOST_THREADS, any_of, record_fault, wait_flag
+from ..runtime.primitives import (
+    MOST_THREADS,
+    PLACE_ELSEWHERE,
+    PLACE_GUESTS,
+    PLACE_OTHER_CALL,
+    PLACE_SUMS,
+    any_of,
+    record_fault,
+    wait_flag,
+)
 from .legs import Leg, LegShape
 
-# Places of these waits in the record of faults; comet.layer.workspace turns them into words.
-PLACE_GUESTS = tl.constexpr(6)
-PLACE_SUMS = tl.constexpr(7)
-# No wait: the peer began another pass. The record's peer is its node plus N times its call; the index is this rank's
-# call; expected and seen are the numbers of the calls whose backward passes began, or 0.
-PLACE_OTHER_CALL = tl.constexpr(8)
-# No wait: of the record inside the node, where the one of all nodes says what failed.
-PLACE_ELSEWHERE = tl.constexpr(9)
 ADD_ROWS, ADD_COLS = 16, 512  # rows and columns that a block adds up
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 KEPT_PLACES = 64  # enough for a few layers
 
-Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and first element of a tensor
+Window = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and first element of a tensor
 
 
 def allocate(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Tensor:
@@ -24,7 +24,7 @@ def cut(memory: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tens
 
 
 @functools.lru_cache(maxsize=KEPT_PLACES)
-def _places(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Place, ...], int]:
+def _places(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Window, ...], int]:
     """Places of tensors one after the other, each from a multiple of 64 elements on, and their number of elements.
 
     Example: shapes (2, 3) and (4,) begin at 0 and 64, with strides (3, 1) and (1,); 128 elements in all.

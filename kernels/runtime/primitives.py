@@ -11,24 +11,19 @@ garbage for results, nothing is overwritten that another has yet to read, and a 
 deadline and names it. No ids are sent (``counting``), a plan has no rows to send (``placement``), no sums go home
 (``combine``), no gradients go out (``dispatch``), no barrier opens.
 
-``fault`` is ``(8,)`` int64: aborted, place, peer, index, expected, seen, taken, and what the plan leaves there: routed
-rows needed where they exceed what was reserved.
+``fault`` is ``(8,)`` int64, the fields of ``faults.Fault``.
 """
 
 import triton
 import triton.language as tl
 
-# Places a spin can be in, for the record; comet.layer.workspace turns them into words.
-PLACE_BARRIER = tl.constexpr(0)
-PLACE_EXCHANGE = tl.constexpr(1)
-PLACE_LAYER0 = tl.constexpr(2)
-PLACE_PANEL = tl.constexpr(3)
-PLACE_LAYER1 = tl.constexpr(4)
-# No spin: a rank called something else. Expected and seen are the calls; where a backward pass began, the index is the
-# call, and they are the epochs of the plans.
-PLACE_CALL = tl.constexpr(5)
+from .faults import ROWS_NEEDED, Place
 
-FAULT_ROWS_NEEDED = tl.constexpr(7)
+(
+    PLACE_BARRIER, PLACE_EXCHANGE, PLACE_LAYER0, PLACE_PANEL, PLACE_LAYER1, PLACE_CALL, PLACE_GUESTS, PLACE_SUMS,
+    PLACE_OTHER_CALL, PLACE_ELSEWHERE, PLACE_DECODE, PLACE_GATHER, PLACE_HOST,
+) = (tl.constexpr(place.value) for place in Place)  # fmt: skip
+FAULT_ROWS_NEEDED = tl.constexpr(ROWS_NEEDED)
 
 # The interpreter has no clock; one poll there takes at least this long.
 INTERPRETER_POLL_NS = tl.constexpr(20_000)

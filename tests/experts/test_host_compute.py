@@ -45,10 +45,10 @@ from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
 from comet.jobs.config import CommConfig
 from comet.jobs.generate import GenerateConfig
-from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.tables import HOSTED
 from comet.kernels.runtime.activation import Activation
+from comet.kernels.runtime.faults import Place
 from comet.layer.group import ExpertGroup
 from comet.quantization.formats import quantize_fp8
 from comet.training.trainer import train
@@ -154,7 +154,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
     set_deadline(cache, cores, 10**8)
     assert torch.isnan(request_of(cache)).all(), "nobody takes this for a result"
     count = int(cache.tables.header[HOSTED.value])
-    assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
+    assert cores.mail.fault[1:4].tolist() == [Place.HOST, 0, count]
     experts = cores.mail.words[EXPERTS.value : EXPERTS.value + count].tolist()
     assert len(set(experts)) == CASE.T * CASE.K - 1, "one comes to the device"
     with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):

@@ -25,7 +25,7 @@ from comet.experts.host import cores as host_cores
 from comet.experts.host.cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.generation.engine import GPTEngine
-from comet.kernels.experts.host import PLACE_HOST
+from comet.kernels.runtime.faults import Place
 from comet.layout import RoutedTokens
 
 SEED = random.randrange(10**6)
@@ -165,7 +165,7 @@ def test_a_model_that_is_loaded_again_does_not_inherit_cores_that_failed(host_co
     model, group = awake_model(MODEL, None, in_slots=True, sharpness=1.0)
     engine = GPTEngine(model, group, store=slots_of(MOE.top_k + 1, host_cores="1"))
     expected = texts(engine, 3)
-    engine.cores.mail.fault[:2] = torch.tensor([1, PLACE_HOST.value])  # A step writes this at the deadline.
+    engine.cores.mail.fault[:2] = torch.tensor([1, Place.HOST])  # A step writes this at the deadline.
     with pytest.raises(HostComputeError):
         engine.check()
     engine.cores.close()

@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.kernels.network.legs import Leg
 from comet.kernels.runtime.activation import Activation
+from comet.kernels.runtime.faults import Place
 from comet.layer.nodes import NodesPath
 from comet.layer.rails.legs import Legs
 from comet.layer.rails.network import DeviceRails, DeviceTrip
 from comet.layer.sharding import local
-from comet.layer.workspace import ELSEWHERE
 from comet.moe import MoE
 
 TWO = LayerCase("two nodes of one rank", 2, 1, (5, 3), node_size=1, backend="cpu_shm", max_tokens=8)
@@ -208,7 +208,7 @@ def test_no_rank_goes_on_without_what_a_peer_of_its_node_lacks(rank: int, world_
         moe.routed_experts(*inputs.routed)
         said = pool.timeout() if rank == 3 else pool.inner.timeout()
         assert re.match("^rank 3 waited .* for rank 1 .guests" if rank == 3 else inside, said), said
-        assert (rank == 3) == (int(pool.inner.fault[1]) == ELSEWHERE)
+        assert (rank == 3) == (int(pool.inner.fault[1]) == Place.ELSEWHERE)
         assert rank != 3 or not pool.inner.timeout()
         with pytest.raises((CommTimeoutError, StepFailedError), match=r"rank 1|inside its node"):
             pool.check()

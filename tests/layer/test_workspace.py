@@ -15,11 +15,9 @@ from comet.comm.base import ALIGNMENT
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime import primitives
+from comet.kernels.runtime.faults import ROWS_NEEDED, Place
 from comet.layer.plan import PlanRules
 from comet.layer.workspace import (
-    CALL,
-    PLACES,
-    ROWS_NEEDED,
     Workspace,
     WorkspaceShape,
     leg_regions,
@@ -156,14 +154,14 @@ def test_ranks_that_ask_for_different_pools_are_named() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (0, "barrier"),
-        (1, "exchange of top-k ids"),
-        (2, "layer 0 dispatch"),
-        (3, "layer 1 panel"),
-        (4, "layer 1 combine"),
+        (Place.BARRIER, "barrier"),
+        (Place.EXCHANGE, "exchange of top-k ids"),
+        (Place.LAYER0, "layer 0 dispatch"),
+        (Place.PANEL, "layer 1 panel"),
+        (Place.LAYER1, "layer 1 combine"),
     ],
 )
-def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
+def test_a_fault_record_becomes_a_sentence(place: Place, words: str) -> None:
     workspace = make_workspace(timeout_s=2.5)
     workspace.check()
     workspace.fault.copy_(torch.tensor([1, place, 3, 17, 41, 40, 1, 0]))
@@ -174,9 +172,8 @@ def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
 
 
 def test_places_of_the_record_are_those_of_the_kernels() -> None:
-    names = ("BARRIER", "EXCHANGE", "LAYER0", "PANEL", "LAYER1", "CALL")
-    assert primitives.FAULT_ROWS_NEEDED.value == ROWS_NEEDED
-    assert [getattr(primitives, f"PLACE_{name}").value for name in names] == [*range(len(PLACES)), CALL]
+    """All constants are made by one statement, in the order of the enumeration."""
+    assert all(getattr(primitives, f"PLACE_{place.name}").value == place for place in Place)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -26,9 +26,8 @@ from comet.config import require
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host.profile import HostProfile, HostSizes, measure
-from comet.experts.host.worker import Place, WorkerPlan, refuse_nan
+from comet.experts.host.worker import FilePart, WorkerPlan, refuse_nan
 from comet.experts.store import MemoryFile, host_memory
-from comet.kernels.experts.host import PLACE_HOST
 from comet.kernels.experts.mailbox import (
     ANSWERED,
     EXPERTS,
@@ -41,6 +40,7 @@ from comet.kernels.experts.mailbox import (
     Mailbox,
 )
 from comet.kernels.experts.tables import ExpertParts
+from comet.kernels.runtime.faults import Fault, Place
 from comet.kernels.runtime.process import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ START_S = 120.0  # until torch is imported, on a busy machine
 POLL_S = 0.01
 END_S = 5.0
 TIMEOUT_S = 30.0
-FAULT_WORDS = 8
 
 
 class HostCores:
@@ -97,7 +96,7 @@ class HostCores:
             weights=weights,
             answer=answer,
             sums=torch.zeros(tokens, sizes.hidden_size, dtype=torch.float32, device=device),
-            fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
+            fault=Fault.allocate(device) if fault is None else fault,
             timeout_ns=int(timeout_s * 1e9),
         )
         self.process: subprocess.Popen[bytes] | None = None  # that computes, once it is started
@@ -168,7 +167,8 @@ class HostCores:
 
     def check(self) -> None:
         """``raise_if_failed`` of all that was launched; waits for the device."""
-        if int(self.mail.fault[1]) == PLACE_HOST.value and int(self.mail.fault[0]):
+        fault = Fault.of(self.mail.fault)
+        if fault.is_set and fault.place is Place.HOST:
             raise self._error()
         self.raise_if_failed()
 
@@ -177,8 +177,8 @@ class HostCores:
         if self.process is not None:
             self._end()
 
-    def _place(self, part: Tensor) -> Place:
-        return Place(self.file.offset_of(part), part.shape, part.dtype)
+    def _place(self, part: Tensor) -> FilePart:
+        return FilePart(self.file.offset_of(part), part.shape, part.dtype)
 
     def _wait_until_ready(self) -> None:
         assert self.process is not None

@@ -129,7 +129,7 @@ def refuse_nan(layers: Sequence[ExpertParts]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FilePart:
     """A tensor in the file."""
 
     offset: int  # in bytes
@@ -156,8 +156,8 @@ class WorkerPlan:
     num_cores: int  # threads that compute
     num_experts: int  # E, of all ranks
     first_expert: int  # number of the first of these e
-    layers: Sequence[Mapping[str, Place]]  # of each HeldExperts.stored_parts
-    mail: Sequence[Place]  # words, tokens, weights, answer and counts of the mailbox
+    layers: Sequence[Mapping[str, FilePart]]  # of each HeldExperts.stored_parts
+    mail: Sequence[FilePart]  # words, tokens, weights, answer and counts of the mailbox
     activation: Activation = SWIGLU  # of the experts
 
 

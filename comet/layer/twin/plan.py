@@ -13,9 +13,10 @@ from comet.comm.collectives import bad_ids, check_calls, check_ids
 from comet.comm.signals import signal, wait
 from comet.errors import CommTimeoutError
 from comet.kernels.runtime.buffers import allocate, cut
+from comet.kernels.runtime.faults import Place
 from comet.kernels.runtime.limits import CHUNK_ROWS, num_buckets
 from comet.layer.plan import PlanRules, num_counters
-from comet.layer.workspace import PLACES, Workspace
+from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout, positions_in_groups
 
 
@@ -39,9 +40,9 @@ def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tupl
     for source in range(workspace.comm.world_size):
         first = source * _chunks(workspace)
         try:
-            wait_flag(workspace, workspace.ids_flags.local, first, epoch, source, f"{PLACES[1]}, chunk 0")
+            wait_flag(workspace, workspace.ids_flags.local, first, epoch, source, f"{Place.EXCHANGE.words}, chunk 0")
         except CommTimeoutError as late:
-            raise CommTimeoutError(workspace.explained(str(late), 1, source, epoch)) from None
+            raise CommTimeoutError(workspace.explained(str(late), Place.EXCHANGE, source, epoch)) from None
     workspace.epoch.fill_(epoch)
     check_calls(workspace.calls.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
     received = _half(workspace.ids.local, epoch, layout.top_k)

@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from tiers import slow
 from torch import Tensor, nn
 
-from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8
+from comet.decode.runners import LocalRunner, ReplicatedRunner
 from comet.integrations import hf
 from comet.integrations.hf.fp8 import FP8Experts, FP8SharedSlots
 from comet.integrations.hf.stored import FUSED, dequantize_slice
@@ -356,7 +356,7 @@ def test_more_tokens_than_a_decode_step(rank: int, world_size: int, case: LayerC
     runner = ReplicatedRunner(case.config, group, FEW_TOKENS)
     assert not runner.takes_fp8, "on a CPU weights are dequantised"
     runner.path = make_path("fused", case.config, group, case.overlap)
-    runner.takes_fp8 = computes_fp8(runner.path, case.config)
+    runner.takes_fp8 = runner.path.takes_fp8
     layout = group.layout(case.config)
     experts = FP8Experts(case.hidden_size, case.ffn_size // case.tp, layout, runner, group.device)
     shards = [fp8_shard(case, holder) for holder in range(world_size)]
@@ -379,8 +379,8 @@ def test_what_computes_in_fp8() -> None:
     narrow = LayerCase("one rank", 1, 1, (8,), hidden_size=144, ffn_size=128)
     for each, expected in ((case, True), (narrow, False)):
         group = make_expert_group(each.config, each.parallel, max_tokens=8, dtype=torch.float32, device="cpu")
-        assert computes_fp8(make_path("fused", each.config, group, each.overlap), each.config) == expected
-        assert not computes_fp8(make_path("twin", each.config, group, each.overlap), each.config)
-        assert not computes_fp8(make_path("plain", each.config, group), each.config)
+        assert make_path("fused", each.config, group, each.overlap).takes_fp8 == expected
+        assert not make_path("twin", each.config, group, each.overlap).takes_fp8
+        assert not make_path("plain", each.config, group).takes_fp8
         group.close()
     assert not LocalRunner(2).takes_fp8

@@ -11,10 +11,11 @@ import triton.language as tl
 from ranks import in_ranks
 
 from comet.kernels.aot.decode import aot_cases
-from comet.kernels.decode.gather import ABSENT, PLACE_GATHER, push_token, take_token
+from comet.kernels.decode.gather import ABSENT, push_token, take_token
 from comet.kernels.decode.step import Batch
 from comet.kernels.decode.words import push_words, sum_words
 from comet.kernels.runtime.arch import HOPPER
+from comet.kernels.runtime.faults import Place
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def test_half_a_token_is_not_taken(rank: int, world_size: int) -> None:
         words[1, 1, 0, column] -= 2 << 32
         ids, tokens = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
         receive_kernel[(1,)](tokens, ids, torch.zeros(2, 2), addresses, 3, fault, 10**7, 0, W=2)
-        assert fault.tolist()[:6] == [1, PLACE_GATHER.value, 1, 1, 3, 1], f"column {column}: {fault.tolist()}"
+        assert fault.tolist()[:6] == [1, Place.GATHER, 1, 1, 3, 1], f"column {column}: {fault.tolist()}"
         assert ids.tolist() == [[5, 6], [ABSENT.value] * 2], f"column {column}: ids {ids.tolist()}"
         assert torch.equal(tokens, torch.stack((token, token * 0))), f"column {column}: half a token was taken"
 

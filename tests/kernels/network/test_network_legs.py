@@ -11,9 +11,8 @@ from torch import Tensor
 from comet.kernels.network.legs import Leg, LegShape, Sent
 from comet.kernels.network.put import put
 from comet.kernels.network.receive import add_nodes, receive
+from comet.kernels.runtime.faults import Place
 from comet.kernels.runtime.limits import CHUNK_ROWS, LEG_HEADER
-
-GUESTS, SUMS, OTHER_CALL, ELSEWHERE = 6, 7, 8, 9  # places of records
 
 
 def draw_sends(num_tokens: int, num_nodes: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -94,7 +93,7 @@ def test_what_is_missing_or_of_another_pass_is_recorded_and_is_no_guest(
     rank: int, world_size: int, is_home: bool
 ) -> None:
     """Three nodes; what comes through slot 0 of node 0 comes from node 2, and sums of slot 0 from node 1."""
-    source, place = (1, SUMS) if is_home else (2, GUESTS)
+    source, place = (1, Place.SUMS) if is_home else (2, Place.GUESTS)
     x, words = torch.randn(MOST, COLUMNS), torch.zeros(2, MOST, 2, dtype=torch.int32)
     tokens = torch.arange(MOST, dtype=torch.int32).expand(2, -1).contiguous()
     counts, number = torch.full((2,), MOST, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
@@ -112,9 +111,9 @@ def test_what_is_missing_or_of_another_pass_is_recorded_and_is_no_guest(
             put(legs[source], x, tokens, words, counts, number, 16, each)
         count, ids = received(legs[0], **expected)
         mine = expected.get("call", 16), expected.get("number", 0)
-        record = record or [1, OTHER_CALL, source + 3 * 16, mine[0], mine[1], 3, 1]
+        record = record or [1, Place.OTHER_CALL, source + 3 * 16, mine[0], mine[1], 3, 1]
         assert legs[0].fault[:7].tolist() == record, what
-        assert legs[0].inner_fault[:2].tolist() == [1, ELSEWHERE], what
+        assert legs[0].inner_fault[:2].tolist() == [1, Place.ELSEWHERE], what
         guests = CHUNK_ROWS if "chunk" in what else 0
         assert count == (MOST if guests else 0), what
         assert is_home or (ids[guests:] == -1).all(), what
