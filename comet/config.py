@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     MOE_DTYPES: tuple[torch.dtype, ...]
 
-Path = Literal["fused", "twin", "plain", "reference"]
+PathName = Literal["fused", "twin", "plain", "reference"]
 Score = Literal["softmax", "sigmoid"]
 Balance = Literal["aux", "bias", "none"]
 SpeculationMode = Literal["off", "conservative", "adaptive"]

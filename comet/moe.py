@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.comm.handshake import gather
-from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.config import MoEConfig, OverlapConfig, PathName, require
 from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.operator import Operand, call
@@ -77,7 +77,7 @@ class MoE(nn.Module):
         config: MoEConfig,
         group: ExpertGroup,
         *,
-        path: Path | str = "auto",
+        path: PathName | str = "auto",
         overlap: OverlapConfig | None = None,
         seed: int | None = None,
         param_dtype: torch.dtype = torch.float32,

@@ -24,7 +24,7 @@ from stress_cases import Stress, sizes_of
 from stress_ranks import CASE_S, Outcome, run_batch
 from tqdm import tqdm
 
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 Batch = Callable[..., Outcome]
 
@@ -42,7 +42,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are divided into")
     parser.add_argument(
-        "--backend", default="auto", choices=get_args(Backend), help="memory; over nodes kernels send tokens through it"
+        "--backend",
+        default="auto",
+        choices=get_args(CommBackend),
+        help="memory; over nodes kernels send tokens through it",
     )
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

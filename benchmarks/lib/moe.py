@@ -20,7 +20,7 @@ from comet.layer.workspace import Workspace
 from comet.layout import Biases, ExpertLayout
 from comet.moe import MoE
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 from lib.ranks import Ranks, attempt
 from lib.shapes import SEEDS_PER_RANK, draw_weights, make_routing, make_weights, parse_overlap, quantize_experts
@@ -81,7 +81,9 @@ class LayerSuite(Suite):
 
     path: str = "auto"
     overlap: str = ""
-    backend: str = option("auto", "of the group's memory, between nodes what tokens travel by", of=get_args(Backend))
+    backend: str = option(
+        "auto", "of the group's memory, between nodes what tokens travel by", of=get_args(CommBackend)
+    )
     variants: tuple[str, ...] = ("comet",)
 
     @property

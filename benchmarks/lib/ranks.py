@@ -23,7 +23,7 @@ from comet.launch.messages import STATUS_USER, is_user_error, one_line, say, spe
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace
 from comet.tuner import layers
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 # A variant may fail by these without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
@@ -55,7 +55,7 @@ class Ranks:
             max_tokens=max_tokens,
             dtype=self.dtype,
             device=self.device,
-            backend=cast(Backend, backend),
+            backend=cast(CommBackend, backend),
         )
 
 

@@ -12,11 +12,11 @@ from comet.comm.handshake import gather
 from comet.comm.nodes import nodes_of
 from comet.config import require
 from comet.errors import UnavailableError
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 
 def make_communicator(
-    backend: Backend,
+    backend: CommBackend,
     group: ProcessGroup | None,
     device: torch.device | str,
     *,
@@ -38,7 +38,7 @@ def make_communicator(
         ValueError: If the backend does not exist or does not fit the device, or the group has another size.
         UnavailableError: If the backend cannot work here; the message says what to use instead.
     """
-    require(backend in get_args(Backend), f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    require(backend in get_args(CommBackend), f"backend={backend!r} must be one of {', '.join(get_args(CommBackend))}")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -81,7 +81,7 @@ def make_communicator(
     return CpuShmCommunicator(group, device, timeout_s)
 
 
-def resolve_backend(backend: Backend, device: torch.device) -> Backend:
+def resolve_backend(backend: CommBackend, device: torch.device) -> CommBackend:
     """The backend that ``auto`` is for ranks that reach each other's memory; any other as it is."""
     if backend == "auto":
         return "symm_mem" if device.type == "cuda" else "cpu_shm"

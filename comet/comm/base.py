@@ -144,7 +144,7 @@ class Communicator(ABC):
         made: Made = self._made[key]
         return made
 
-    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
+    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> GroupStep:
         """A context manager for one use of the group's memory, in which all ranks take part.
 
         Args:
@@ -152,7 +152,7 @@ class Communicator(ABC):
             collectives: Whether it runs collectives of ``torch.distributed``, which no restart brings back into step.
             refuses: Whether a ``ValueError`` in it is raised before anything is sent.
         """
-        return Step(self, what, is_final=collectives, refuses=refuses)
+        return GroupStep(self, what, is_final=collectives, refuses=refuses)
 
     def largest(self, count: int) -> int:
         """The largest count of all ranks (collective), through memory that the ranks' hosts share, if they share some.
@@ -311,7 +311,7 @@ class InFlight:
         self.is_open = self._always or error is not None
 
 
-class Step:
+class GroupStep:
     """One use of a group's memory by all its ranks: refused after a failure, and noted where it fails itself.
 
     Threads of a rank alone take turns; over ranks a second thread is refused.

@@ -1,13 +1,13 @@
 """Failures of a rank in the middle of a step: no rank of its group goes on as if nothing had happened.
 
 A rank that fails may have sent ids and no rows, or waited for one signal of two. A call after that would take what was
-sent for one step as parts of another. So every step runs inside ``Step``, which leaves a note in the host memory of all
-ranks when an exception comes through it, be it ``CommTimeoutError``, out of memory or ``KeyboardInterrupt``. Each rank
-looks there before each step, and where it waits on a CPU, and refuses to go on if it finds a note.
+sent for one step as parts of another. So every step runs inside ``GroupStep``, which leaves a note in the host memory
+of all ranks when an exception comes through it, be it ``CommTimeoutError``, out of memory or ``KeyboardInterrupt``.
+Each rank looks there before each step, and where it waits on a CPU, and refuses to go on if it finds a note.
 ``Communicator.restart`` brings all ranks back into step and clears the notes.
 
-An error leaves no note if the ranks stay in step: before a step sends anything (``Communicator.in_flight``),
-when it has received everything, when all ranks raise it together (``AgreedError``), and when a checkpoint ends the
+An error leaves no note if the ranks stay in step: before a step sends anything (``Communicator.in_flight``), when it
+has received everything, when all ranks raise it together (``AgreedError``), and when a checkpoint ends the
 forward pass that it runs again. Until the rank begins its next step, it says why it left this one to the ranks that
 wait for it in vain. A rank alone restarts by itself.
 """

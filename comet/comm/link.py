@@ -19,7 +19,7 @@ from comet.comm import make_communicator
 from comet.comm.base import ALIGNMENT, Regions, regions_bytes
 from comet.comm.nvshmem import NvshmemHeap
 from comet.layout import round_up
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Link(ABC):
 class MappedLink(Link):
     """Memory of all rail peers is mapped into this process."""
 
-    def __init__(self, backend: Backend, rails: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, backend: CommBackend, rails: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self._comm = make_communicator(backend, rails, device, timeout_s=timeout_s)
 
     def _alloc(self, num_bytes: int) -> Region:

@@ -15,7 +15,7 @@ from comet.config import OverlapConfig, ParallelConfig, require
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.schedule.table import token_bucket
-from comet.utils.choices import Backend, GraphMode
+from comet.utils.choices import CommBackend, GraphMode
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ class CommConfig(limits.Limited):
         timeout_s: Deadline of every wait for another rank, in seconds.
     """
 
-    backend: Backend = "auto"
+    backend: CommBackend = "auto"
     timeout_s: Annotated[float, limits.above(0), limits.at_most(MOST_S)] = 60.0
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from comet.comm import Backend, make_communicator
+from comet.comm import CommBackend, make_communicator
 from comet.comm.base import Communicator
 from comet.comm.handshake import check_equal, gather, set_deadline, this_rank, together
 from comet.comm.nodes import nodes_of
@@ -138,7 +138,7 @@ def make_expert_group(
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    backend: Backend = "auto",
+    backend: CommBackend = "auto",
     timeout_s: float = 60.0,
     profiles: Path | str | None = None,
     reserved_sms: int = 0,
@@ -344,7 +344,7 @@ def _join_node(
     return NodeGroup(inner=inner, rails=rails, peers=peers, node=place.node, num_nodes=place.num_nodes)
 
 
-def _linked(group: ExpertGroup, backend: Backend, opened: ExitStack) -> ExpertGroup:
+def _linked(group: ExpertGroup, backend: CommBackend, opened: ExitStack) -> ExpertGroup:
     """The group with memory for rails by kernels (collective)."""
     if group.nodes is None:
         raise UnavailableError(f"backend={backend!r} between nodes cannot be used: {group.nodes_obstacle}")

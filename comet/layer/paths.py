@@ -7,7 +7,7 @@ from typing import get_args
 from torch import Tensor
 
 from comet.comm.collectives import CollectiveSteps
-from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.config import MoEConfig, OverlapConfig, PathName, require
 from comet.layer.backend import layer_choice
 from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
@@ -31,7 +31,7 @@ class CollectivePath(ExpertPath):
 
     waits_for_counts = True
 
-    def __init__(self, name: Path | str, config: MoEConfig, group: ExpertGroup) -> None:
+    def __init__(self, name: PathName | str, config: MoEConfig, group: ExpertGroup) -> None:
         self.name = name
         self.compute: CollectiveExperts = plain_experts if name == "plain" else gather_reference_experts
         self.activation = config.activation
@@ -62,7 +62,7 @@ class CollectivePath(ExpertPath):
 
 
 def make_path(
-    name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None = None
+    name: PathName | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None = None
 ) -> SymmetricPath | NodesPath | CollectivePath:
     """The path called ``name`` (collective over the group, unless it is one rank).
 
@@ -91,7 +91,7 @@ def make_path(
             name = "plain"
     elif overlap is not None and name in ("plain", "reference", "twin"):
         group.resolver.warn(f"overlap={overlap} changes nothing on path={name!r}: it is for path 'fused'")
-    known = get_args(Path)
+    known = get_args(PathName)
     require(name in known, f"path={name!r} must be 'auto' or one of {known}")
     if name in ("fused", "twin") and over_nodes:
         return NodesPath(config, group, overlap, use_kernels=name == "fused")
@@ -106,8 +106,8 @@ def make_path(
 
 
 def path_to_train(
-    path: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, replays: bool
-) -> Path | str:
+    path: PathName | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, replays: bool
+) -> PathName | str:
     """Return ``path``, or ``plain`` for ``auto`` where few tokens train over nodes: there the host bounds the layers.
 
     Args:

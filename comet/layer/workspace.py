@@ -45,7 +45,7 @@ from comet.errors import CapacityError, CommTimeoutError, NotFiniteError, StepFa
 from comet.kernels.runtime.faults import ROWS_NEEDED, Fault, Place
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, LEG_HEADER
 from comet.layout import round_up
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 if TYPE_CHECKING:
     from comet.kernels.runtime.recorder import Recorder
@@ -128,7 +128,7 @@ def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
     return {f"{leg}_{name}": each for leg in ("out", "home") for name, each in one.items()}
 
 
-def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig, backend: Backend = "auto") -> int:
+def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig, backend: CommBackend = "auto") -> int:
     """Bytes that a rank shares with its group, or with its declared node, and for kernels that send to other nodes.
 
     NVSHMEM sends from as much memory for staging.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
-from comet.config import OverlapConfig, Path, require
+from comet.config import OverlapConfig, PathName, require
 from comet.layer.group import ExpertGroup
 from comet.layer.shared_expert import SharedExpert
 from comet.models.cache import KeyValueCache, attend_causally
@@ -52,7 +52,7 @@ class GPT(nn.Module):
         config: ModelConfig,
         group: ExpertGroup,
         *,
-        path: Path | str = "auto",
+        path: PathName | str = "auto",
         overlap: OverlapConfig | None = None,
         seed: int = 0,
         expert_device: torch.device | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Backend = Literal["auto", "nvshmem", "symm_mem", "cpu_shm"]
+CommBackend = Literal["auto", "nvshmem", "symm_mem", "cpu_shm"]
 GraphMode = Literal["auto", "on", "off"]
 MXType = Literal["mxfp8", "mxfp4"]
 StoredType = Literal["mxfp8", "mxfp4", "fp8"]

@@ -100,7 +100,7 @@ def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytes
         link_ns=200e3, shared_link_ns=220e3, request_ns=20e3, expert_ns=290e3, full_request_ns=20e3,
         full_expert_ns=290e3,
     )  # fmt: skip
-    monkeypatch.setattr(host_cores, "measure", lambda *given: measured)
+    monkeypatch.setattr(host_cores, "measure_host", lambda *given: measured)
     monkeypatch.setattr(host_cores, "START_S", 3600.0)
     train(make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0), Rank())
     settings = GenerateConfig(

@@ -25,7 +25,7 @@ from comet.comm.signals import fence
 from comet.config import require
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
-from comet.experts.host.profile import HostProfile, HostSizes, measure
+from comet.experts.host.profile import HostProfile, HostSizes, measure_host
 from comet.experts.host.worker import FilePart, WorkerPlan, refuse_nan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.experts.mailbox import (
@@ -134,7 +134,7 @@ class HostCores:
             with suppress(BrokenPipeError), pipe:  # a process that died says why
                 pipe.write(pickle.dumps(plan))
             self._wait_until_ready()
-            self.profile = profile or measure(mail, stores, self.sizes, self.device)
+            self.profile = profile or measure_host(mail, stores, self.sizes, self.device)
         except BaseException:
             self.close()
             raise

@@ -131,7 +131,7 @@ class Link:
             target.copy_(part[-self._copied % len(part)], non_blocking=True)
 
 
-def measure(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, device: torch.device) -> HostProfile:
+def measure_host(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, device: torch.device) -> HostProfile:
     """Time the link and the host's cores on experts of all layers, each another one, so that no cache has them.
 
     An expert costs the host its part of a request of three, and what one alone takes beyond that is the request's.

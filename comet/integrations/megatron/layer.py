@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
 from comet.capabilities import missing, refuse
-from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.config import MoEConfig, OverlapConfig, PathName, require
 from comet.errors import UnavailableError
 from comet.kernels.runtime.activation import Activation, ActivationName
 from comet.layer.expert_path import ExpertPath
@@ -128,7 +128,7 @@ def with_comet(
     spec: Any,
     group: ExpertGroup,
     *,
-    path: Path | str = "auto",
+    path: PathName | str = "auto",
     overlap: OverlapConfig | None = None,
     max_imbalance: float | None = None,
     process_groups: Any = None,
@@ -271,7 +271,7 @@ class Choices:
     """The arguments of ``with_comet`` for the routed experts of all layers."""
 
     group: ExpertGroup  # the ranks that share the experts, and their memory; one for all layers
-    path: Path | str
+    path: PathName | str
     overlap: OverlapConfig | None
     max_imbalance: float | None
 

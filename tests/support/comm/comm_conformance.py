@@ -17,7 +17,7 @@ import triton.language as tl
 from gpus import gpu_of
 from torch import Tensor
 
-from comet.comm import Backend, Communicator, make_communicator
+from comet.comm import CommBackend, Communicator, make_communicator
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait
 from comet.errors import CommTimeoutError
@@ -35,7 +35,7 @@ class Site:
 
     rank: int
     world_size: int
-    backend: Backend
+    backend: CommBackend
     kernels: bool
 
     @property
@@ -284,7 +284,7 @@ ALONE: tuple[Callable[[Site], None], ...] = (
 CHECKS = (*ALONE, check_signal_wait, check_many_epochs, check_late_rank, check_too_large, check_unequal_sizes)
 
 
-def run_suite(rank: int, world_size: int, backend: Backend, kernels: bool = False) -> None:
+def run_suite(rank: int, world_size: int, backend: CommBackend, kernels: bool = False) -> None:
     site = Site(rank, world_size, backend, kernels)
     if site.device.type == "cuda":
         torch.cuda.set_device(site.device)

@@ -18,7 +18,7 @@ from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.layer.sharding import local
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.reference.layer import reference_experts
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 MASKED, MASKED_SHARE, ZIPF_EXPONENT = -1, 0.4, 1.5
 FEW_ELEMENTS = 64
@@ -59,7 +59,7 @@ class LayerCase:
     weight_seed: int | None = None  # seed of the experts' weights; ``None``: ``seed``
     delay_s: float = 0.0  # the longest time by which a pass of a rank comes late
     node_size: int | None = None  # consecutive ranks that are a node
-    backend: Backend = "auto"  # of the group's memory
+    backend: CommBackend = "auto"  # of the group's memory
 
     @property
     def world_size(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from layer_cases import LayerCase
 
 from comet.quantization.formats import FP8_BLOCK
-from comet.utils.choices import Backend
+from comet.utils.choices import CommBackend
 
 LAYERS = 2
 ROUTINGS = ("uniform", "zipf", "hot", "masked", "one", "first_half", "none")
@@ -112,7 +112,7 @@ class Stress:
     device: str
     family: int  # cases of one
     nodes: int = 1  # nodes of equally many ranks
-    backend: Backend = "auto"  # of the group's memory
+    backend: CommBackend = "auto"  # of the group's memory
     timeout_s: float = 30.0  # of every wait between ranks
     until: float = math.inf  # after this time (seconds since 1970) no case begins
 
