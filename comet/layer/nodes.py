@@ -128,7 +128,7 @@ class NodesPath(ExpertPath):
         self.match = match_once(match_weights, config, self.layout, **rules)
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
         self.takes_fp8 = use_kernels and config.hidden_size % FP8_BLOCK == 0
-        self.waits_for_counts = self.rails.collectives
+        self.waits_for_counts = self.collectives
         # Every rank of a node runs the layer equally often, so the pool decides and not a call's tokens.
         most = group.workspace.max_tokens
         self.is_split = most >= SPLIT_TOKENS
