@@ -38,9 +38,9 @@ from comet.kernels.runtime.activation import Activation
 from comet.layer.backend import Backend, expert_capacity
 from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
-from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.plan import Plan, check_routing, check_tokens
 from comet.layer.rails.collective import CollectiveRails, Rails, Stop
+from comet.layer.rails.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 from comet.layer.routed_experts import DeferredWgrad, Saved, backward, check_fp8, forward, in_order, make_backend
 from comet.layer.weights import match_fp8_weights, match_once, match_weights, pad_width
 from comet.layout import Biases, RoutedTokens, positions_in_groups

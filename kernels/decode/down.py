@@ -16,7 +16,7 @@ import triton.language as tl
 from ..experts.cache import bias_row, count_missing, wait_for_missing
 from ..experts.host import add_hosted, forget_hosted
 from ..experts.waves import is_served
-from ..runtime.dependent import wait_for_previous
+from ..runtime.primitives import wait_for_previous
 from .gather import ABSENT
 from .routing import NO_ROW, pass_of, row_of, rows_in_passes, serves, slot_of
 from .scales import (

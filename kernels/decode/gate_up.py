@@ -13,7 +13,7 @@ import triton.language as tl
 from ..experts.cache import arrived_slot, bias_row, fetch_misses, plan_misses
 from ..experts.host import ask_host, take_answer
 from ..gemm.activation import hidden_of
-from ..runtime.dependent import allow_next, wait_for_previous
+from ..runtime.primitives import allow_next, wait_for_previous
 from .routing import NO_ROW, load_columns, pass_of, row_of, rows_in_passes, serves, slot_of, token_of
 from .scales import (
     in_number,

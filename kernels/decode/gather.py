@@ -33,8 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.dependent import allow_next
-from ..runtime.primitives import PLACE_GATHER, any_of, clock_ns, record_fault
+from ..runtime.primitives import PLACE_GATHER, allow_next, any_of, clock_ns, record_fault
 from .step import Batch, ReceiveBuffer, Step, Words
 from .words import POLL_COUNT, word_of, words_at
 

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.dependent import allow_next, wait_for_previous
-from ..runtime.primitives import clock_ns
+from ..runtime.primitives import allow_next, clock_ns, wait_for_previous
 from .host import leave_to_host, tell_mail, used_longest_ago
 from .prefetch import STOP, take_over, take_over_torch
 from .tables import (

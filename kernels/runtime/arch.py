@@ -21,7 +21,9 @@ class Arch:
     assembler: str  # ``--gpu-name`` of ptxas, and of NVRTC where ``cuda_kernels``
     shared_bytes: int  # most shared memory of a block
     cuda_kernels: bool = False  # whether it runs the kernels in CUDA C++, which are written for ``wgmma`` and TMA
-    starts_early: bool = False  # whether a kernel may start before the one before it has ended (``runtime.dependent``)
+    starts_early: bool = (
+        False  # whether a kernel may start before the one before it has ended (``primitives.allow_next``)
+    )
     converts_e4m3: bool = True  # whether it converts e4m3, which experts in block FP8 and MXFP8 are stored in
     # what the fused layer's Triton kernels need and it does not have, in words; layers take the plain path there. Empty
     # where they run.

@@ -1,4 +1,4 @@
-"""Signals between ranks: release stores, acquire spins with a deadline, and a barrier.
+"""Signals between ranks (release stores, acquire spins with a deadline, a barrier) and between kernels of a stream.
 
 Memory order. Writer: payload stores, block barrier, ``signal`` (release, system scope). Reader: ``wait_flag`` or
 ``wait_flags`` (acquire, system scope), then read. Flags carry the epoch, a number that only grows, so nothing is ever
@@ -285,3 +285,17 @@ def barrier_kernel(
             record_fault(fault_ptr, PLACE_CALL, other, call, number, number_there, INTERPRET)
         works = works & (other < 0)
     tl.store(epoch_ptr, epoch, mask=works & (is_late == 0))
+
+
+@triton.jit
+def allow_next(DEPENDENT: tl.constexpr):
+    """Let the next kernel of the stream start as soon as every block of this one has."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Return when the kernel before has finished and its stores can be read."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()

@@ -7,7 +7,7 @@ from layer_cases import LayerCase
 from layer_ranks import build_layer
 from torch import Tensor
 
-from comet.layer.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
+from comet.layer.rails.merged_wgrad import MergedWgrad, RunOperands, merged_bytes
 
 
 def plan(starts: list[int], counts: list[int], num_rows: int) -> SimpleNamespace:
