@@ -74,7 +74,7 @@ def compose(
     typed = [*(f"{name}={choice}" for name, choice in choices.items()), *(str(each.input_line) for each in parsed)]
     job = _composed(settings, values, typed)
     if job.get("resume") is not None:
-        given = [*named, *choices, *setting_names(values, sections=False)]
+        given = [*named, *choices, *flat(values)]
         job = _composed(settings, nested({**_of_run(job, given), **flat(values)}), typed)
     check_settings(settings, job)
     for setting in STANDS_IN:
@@ -120,8 +120,7 @@ def _of_run(job: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
     folder = Path(str(job["output_dir"] if job["resume"] == "auto" else job["resume"]))
     layout = ["nproc", "parallel"]  # one says nothing without the other
     keep = [*given, *NOT_KEPT, *(layout if any(covers(layout, name) for name in given) else [])]
-    own = [*setting_names(job, sections=False)]
-    saved = flat(read_settings(folder) or {})
+    own, saved = flat(job), flat(read_settings(folder) or {})
     found = {name: value for name, value in saved.items() if name in own and not covers(keep, name)}
     return found if "output_dir" in given or names_checkpoint(folder) else {"output_dir": str(folder), **found}
 
@@ -194,14 +193,11 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
     """
     requested, ep, tp = container["nproc"], container["parallel"]["ep"], container["parallel"]["tp"]
     if requested is not None:
-        require(requested >= 1, f"nproc={requested} must be at least 1")
         _require_gpus(num_gpus, requested, f"nproc={requested}")
         return int(requested)
-    require(tp >= 1, f"parallel.tp={tp} must be at least 1")
     if container.get("generate", {}).get("expert_budget") is not None and (ep or 1) * tp == 1:
         return 1
     if ep is not None:
-        require(ep >= 1, f"parallel.ep={ep} must be at least 1")
         group = ep * tp
         _require_gpus(num_gpus, group, f"parallel.ep={ep} x parallel.tp={tp}")
         return int(max(num_gpus // group, 1) * group)
@@ -240,7 +236,6 @@ def _require_gpus(num_gpus: int, needed: int, what: str) -> None:
 def make_job(container: Mapping[str, Any], world_size: int, settings: type[Job] = TrainJob) -> Job:  # type: ignore[assignment]
     """Make the validated settings of a task, with ``ep`` filled in, that runs on ``world_size`` ranks in all."""
     ep, tp = container["parallel"]["ep"], container["parallel"]["tp"]
-    require(tp >= 1, f"parallel.tp={tp} must be at least 1")
     ranks = f"{'nproc' if container['nproc'] else 'world_size'}={world_size}"
     num_experts = container["model"]["moe"]["num_experts"]
     if ep is None:
@@ -302,11 +297,11 @@ def read_file(path: str | None, settings: type) -> tuple[dict[str, Any], dict[st
     for name, choice in choices.items():
         known = config_groups()[name]
         require(choice in known, f"--config={path}: {name}={choice!r} must be one of {', '.join(known)}")
-    names = list(setting_names(content, sections=False))
-    twice = next((name for name in names if names.count(name) > 1), "")
+    found, names = flat(content), [*setting_names(content)]
+    twice = next((name for name in found if names.count(name) > 1), "")
     require(not twice, f"--config={path}: {twice} is given twice, with dots and in its section: keep one of them")
     own = [*setting_names(defaults_of(settings))]
-    for name in names:
+    for name in found:
         if name not in own and not tasks_with(name):
             require_known(name, settings, f"--config={path}: ")
-    return nested({name: value for name, value in flat(content).items() if name in own}), choices
+    return nested({name: value for name, value in found.items() if name in own}), choices

@@ -39,14 +39,12 @@ def defaults_of(cls: type) -> dict[str, Any]:
     return found
 
 
-def setting_names(tree: Mapping[str, Any], prefix: str = "", *, sections: bool = True) -> Iterator[str]:
-    """Names of all settings in a tree, with dots, and of the ``sections`` that hold them."""
+def setting_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Names of all settings in a tree, with dots, and of the sections that hold them."""
     for name, value in tree.items():
-        is_section = isinstance(value, Mapping)
-        if sections or not is_section:
-            yield f"{prefix}{name}"
-        if is_section:
-            yield from setting_names(value, f"{prefix}{name}.", sections=sections)
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from setting_names(value, f"{prefix}{name}.")
 
 
 def limits_at(cls: Any, name: str) -> FieldLimits:

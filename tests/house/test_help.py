@@ -14,8 +14,9 @@ from tiers import slow
 from comet.launch.cli import main
 from comet.launch.help import arguments_of, help_page, task_page
 from comet.launch.messages import is_user_error, one_line
-from comet.launch.schema import defaults_of, setting_names
+from comet.launch.schema import defaults_of
 from comet.launch.tasks.registry import TASKS, imported
+from comet.training.saved_settings import flat
 from comet.version import comet_commit, comet_version
 
 QUICK = """
@@ -58,7 +59,7 @@ def test_every_setting_is_on_a_page_with_its_meaning() -> None:
             page = task_page(name, task)
             assert f"\n  comet {name} " in page or f"\n  comet {name}\n" in page
             shown = dict(re.findall(r"^  ([a-z_0-9.]+)[=:].*\n((?:      .*\n)*)", page, re.MULTILINE))
-            assert {*setting_names(defaults_of(imported(task.settings)), sections=False)} == shown.keys()
+            assert flat(defaults_of(imported(task.settings))).keys() == shown.keys()
             unexplained = [name for name, meaning in shown.items() if not meaning]
             assert unexplained == [], "to be explained in the docstring of its dataclass"
 

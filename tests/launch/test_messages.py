@@ -94,6 +94,7 @@ def test_a_filter_that_no_kernel_has_lists_them(capfd):
         ("train: {steps: 3}\ntrain.steps: 4\n", "train.steps is given twice, with dots and in its section"),
         ("model.moe.top_k: 3\nmodel: {moe.top_k: 4}\n", "model.moe.top_k is given twice, with dots and in its section"),
         ("generate.prompt: a\ngenerate: {prompt: b}\n", "generate.prompt is given twice"),
+        ("model: {moe.top_k: 3, moe: {top_k: 4}}\n", "model.moe.top_k is given twice"),
     ],
 )
 def test_a_setting_that_a_file_gives_twice_is_refused_by_name(text, twice, tmp_path, capfd):
