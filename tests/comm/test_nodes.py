@@ -16,16 +16,14 @@ from ranks import in_ranks, run_ranks
 from training_cases import MODEL, TRAIN, Rank
 
 import comet.comm.collective
-import comet.comm.fabric
 import comet.comm.nodes
 import comet.comm.nvshmem
 import comet.layer.group
 from comet.comm import Communicator, make_communicator
 from comet.comm.collective import CollectiveCommunicator, StoreBoard, board_of
-from comet.comm.fabric import domains_of
 from comet.comm.handshake import Host
 from comet.comm.link import MappedLink
-from comet.comm.nodes import nodes_of
+from comet.comm.nodes import domains_of, nodes_of
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import DataParallelDecode, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
@@ -152,8 +150,8 @@ def test_hosts_whose_gpus_map_each_others_memory_are_one_node(rank: int, world_s
         with (
             patch.object(comet.comm.nodes, "this_host", hosts_of(size, rank)),
             patch.dict("sys.modules", {"cuda": MagicMock(), "cuda.bindings": MagicMock(), DRIVER: MagicMock()}),
-            patch.object(comet.comm.fabric, "exported", lambda cuda, device, until: mine.encode()),
-            patch.object(comet.comm.fabric, "can_import", lambda cuda, handle: handle == mine.encode()),
+            patch.object(comet.comm.nodes, "exported", lambda cuda, device, until: mine.encode()),
+            patch.object(comet.comm.nodes, "can_import", lambda cuda, handle: handle == mine.encode()),
         ):
             return [str(node) for node in nodes_of(group, node_size, device)]
 
