@@ -113,6 +113,16 @@ class MoE(nn.Module):
         self.reset_parameters(seed)
         self.operand = Operand(self)
 
+    @property
+    def experts(self) -> ExpertPath:
+        """The way that the routed experts run."""
+        return self._experts
+
+    @experts.setter
+    def experts(self, path: ExpertPath) -> None:
+        require(isinstance(path, ExpertPath), f"experts={path!r} must be an ExpertPath: give FunctionPath(function)")
+        self._experts = path
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A layer with weights of its own, of the same ranks and by the same path."""
         require_held(self.w1, self.w2)

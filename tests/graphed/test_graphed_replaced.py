@@ -55,6 +55,10 @@ def test_another_path_ends_the_replays(captures: Captures) -> None:
         layer.experts = FunctionPath(lambda *inputs: 2 * former(*inputs))
         assert torch.equal(graphed(x)[0], layer(x)[0])
     assert "replaced" in graphed.graph_fallback_reason
+    with pytest.raises(
+        ValueError, match=r"^experts=<function .* must be an ExpertPath: give FunctionPath\(function\)$"
+    ):
+        layer.experts = lambda *inputs: former(*inputs)
 
 
 @pytest.mark.parametrize("change", REPLACEMENTS)
