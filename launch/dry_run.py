@@ -21,9 +21,9 @@ from comet.launch.config import Job
 from comet.launch.memory import generation_needs, layer_bytes, training_needs
 from comet.launch.tasks.modular import modular_problems
 from comet.layer.paths import why_plain_trains
-from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
+from comet.layer.workspace import rank_pool_bytes
 from comet.schedule.choice import Machine, Problem, check_setting
-from comet.schedule.network import Rates, best_parts, expected_rows, layer_times, row_bytes
+from comet.schedule.network import Rates, best_runs, expected_rows, layer_times, row_bytes
 from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
@@ -73,14 +73,11 @@ def describe_nodes(job: TrainJob, tokens: int, dtype: torch.dtype, device: torch
     replays = by_kernels and job.train.cuda_graph != "off"
     if device.type == "cuda" and job.moe_path == "auto" and not replays and (faster := why_plain_trains(problem)):
         return [f"# {faster}"]
-    shape, size, rates = (
-        WorkspaceShape.create(moe, parallel.world_size, tokens, dtype),
-        parallel.ranks_with_memory,
-        Rates(),
-    )
-    legs = (rank_pool_bytes(shape, parallel, job.comm.backend) - rank_pool_bytes(shape, parallel)) / MIB
+    size, rates = parallel.ranks_with_memory, Rates()
+    legs = (rank_pool_bytes(problem, job.comm.backend) - rank_pool_bytes(problem)) / MIB
     carriers = f"kernels, through {legs:,.1f} MiB of symmetric memory" if by_kernels else "collectives, which hide less"
-    times = layer_times(problem, rates, num_parts=best_parts(problem, rates) if by_kernels else 1)
+    runs = best_runs(problem, rates)
+    times = layer_times(problem, rates, runs if by_kernels else runs._replace(parts=min(runs.parts, 1)))
     rows, nodes = layers * expected_rows(moe, parallel, tokens), parallel.world_size // size
     shown = [ranks_in_words(range(node * size, node * size + size)) for node in range(min(nodes, SHOWN_NODES))]
     rest = f"; and so on to rank {parallel.world_size - 1}" if nodes > SHOWN_NODES else ""

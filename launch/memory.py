@@ -17,7 +17,7 @@ from comet.jobs.config import GenerateJob, JobConfig, TrainJob, activation_dtype
 from comet.kernels.runtime.process import PROC, free_memory
 from comet.launch.config import Job
 from comet.launch.tasks.registry import Task, imported
-from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
+from comet.layer.workspace import rank_pool_bytes
 from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
 from comet.models.config import ModelConfig, dense_elements, expert_elements
@@ -102,14 +102,13 @@ def training_needs(job: TrainJob, dtype: torch.dtype) -> dict[str, int]:
     """
     model, tokens = job.model, job.step_tokens
     parameters = rank_parameters(model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
-    shape = WorkspaceShape.create(model.moe, job.parallel.world_size, tokens, dtype)
     of_rows = model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // job.parallel.tp)
     kept = tokens * (model.num_layers * (8 * model.hidden_size + of_rows) + 2 * model.vocab_size)
     return {
         "parameters": parameters,
         "gradients": parameters,
         "optimizer states": ADAMW_STATES * parameters,
-        "symmetric memory": rank_pool_bytes(shape, job.parallel, job.comm.backend),
+        "symmetric memory": rank_pool_bytes(Problem(model.moe, job.parallel, tokens, dtype), job.comm.backend),
         "activations (estimate)": kept * dtype.itemsize,
     }
 
@@ -126,7 +125,7 @@ def generation_needs(job: GenerateJob, dtype: torch.dtype, budget: ExpertBudget 
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
     length = min(model.context, max(prompts) + job.generate.max_new_tokens)
     cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
-    shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
+    problem = Problem(model.moe, job.parallel, -(-len(prompts) * max(prompts) // ranks), dtype)
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
     weights -= 0 if budget is None else expert_elements(model) // ranks
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
@@ -145,7 +144,7 @@ def generation_needs(job: GenerateJob, dtype: torch.dtype, budget: ExpertBudget 
         **({} if budget is None else {"slots of experts": budget.device_bytes}),
         "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
         "keys and values": cached * dtype.itemsize,
-        "symmetric memory": rank_pool_bytes(shape, job.parallel, job.comm.backend),
+        "symmetric memory": rank_pool_bytes(problem, job.comm.backend),
     }
 
 
@@ -157,8 +156,8 @@ def layer_bytes(problem: Problem, num_ranks: int) -> tuple[int, int]:
     moe, parallel, dtype = problem.moe, problem.parallel, problem.dtype
     parallel.check(moe)
     parallel.check_world(num_ranks)
-    pool = rank_pool_bytes(WorkspaceShape.create(moe, parallel.world_size, problem.num_tokens, dtype), parallel)
-    return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize
+    experts = 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize
+    return rank_pool_bytes(problem), experts
 
 
 def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:

@@ -47,7 +47,7 @@ from comet.decode import DecodeWeights, RankDecode, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts.cache import ExpertCache
 from comet.kernels.experts.prefetch import plan, travel
-from comet.kernels.network.legs import SendLists, Sent
+from comet.kernels.network.legs import Message, SendLists
 from comet.kernels.network.listing import list_tokens
 from comet.kernels.network.put import put
 from comet.kernels.network.put_cuda import put_cuda
@@ -261,15 +261,19 @@ def run_network(device: torch.device, dtype: torch.dtype) -> None:
         )
         lists = SendLists(tokens, torch.zeros_like(tokens), counts, words)
         list_tokens(ids, torch.rand(130, 2, device=device), lists, 0, 2, out.shape)
-        put_rows(out, x, lists.tokens, lists.words, lists.counts, number, 16, Sent(one, chunks, True))
+        sent = Message(
+            x=x, tokens=lists.tokens, words=lists.words, counts=counts, number=number, call=16, slots=one,
+            chunks=chunks, has_words=True,
+        )  # fmt: skip
+        put_rows(out, sent)
         routing = torch.empty(MOST, 2, **ints), torch.empty(MOST, 2, device=device)
         receive(there, counts, number, 16, one, chunks, routing)
         every, none = torch.arange(MOST, **ints), torch.zeros(MOST, 0, **ints)
-        put_rows(back, 2 * there.rows[0], every, none, counts, number, 16, Sent(one, chunks, True))
+        put_rows(back, replace(sent, x=2 * there.rows[0], tokens=every, words=none))
         receive(home, torch.zeros_like(counts), number, 16, one, chunks)
         travels = (ids >= 2).any(1)
         assert int(counts) == int(travels.sum())
-        added = add_nodes(x, home.rows, lists.places, home.shape, 0)
+        added = add_nodes(x, None, home.rows, lists.places, home.shape, 0, range(2))
         torch.testing.assert_close(added, torch.where(travels[:, None], 3 * x, x), rtol=2e-2, atol=2e-2)
         assert not any(leg.fault.any() for leg in (out, there, home, back))
 

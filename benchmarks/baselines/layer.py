@@ -19,7 +19,7 @@ from comet.comm.collectives import accumulator_dtype
 from comet.config import require
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.runtime.arguments import TileTable
-from comet.layer.nodes import NodesPath
+from comet.layer.nodes import NodesPath, joined
 from comet.layer.routed_experts import SymmetricPath, forward
 from comet.layout import Biases, ExpertLayout, RoutedTokens, added_biases
 from comet.modular.experts import tiles_of_ids
@@ -121,8 +121,9 @@ def node_alone(
         first = path.first_part(len(ids))
         came = [RoutedTokens(*(each.clone() for each in guests)) for guests in guests_of(path, routed)]
         own = routed._replace(top_k_ids=path.rails.ids_in(path.nodes.node, ids))
-        last = [own.part(slice(first, None))] * path.is_split
-        parts.append([own.part(slice(0, first)), *came, *last])
+        last = [own.part(slice(first, None))] * path.runs.is_split
+        runs = [own.part(slice(0, first)), *came, *last]
+        parts.append(runs if path.runs.parts else [joined(runs)])
 
     def run(index: int) -> tuple[Tensor, ...]:
         for part in parts[index]:

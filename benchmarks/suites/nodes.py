@@ -16,7 +16,7 @@ import torch
 
 from comet.config import ParallelConfig
 from comet.schedule.choice import Problem
-from comet.schedule.network import Rates, best_parts, layer_times
+from comet.schedule.network import Rates, best_runs, layer_times
 
 from lib.report import table_of
 from lib.shapes import model
@@ -46,9 +46,9 @@ class Run(CommandLine):
                     continue
                 parallel = ParallelConfig(ep=ranks, node_size=options.node_size)
                 problem = Problem(moe, parallel, options.tokens, torch.bfloat16)
-                parts = best_parts(problem, rates)
-                times = layer_times(problem, rates, num_parts=parts)
-                keys = {"model": name, "nodes": nodes, "ep": ranks, "parts": parts}
+                runs = best_runs(problem, rates)
+                times = layer_times(problem, rates, runs)
+                keys = {"model": name, "nodes": nodes, "ep": ranks, "runs": runs.count(nodes - 1)}
                 of_bound = times.layer / getattr(times, times.bound)
                 rows.append(keys | asdict(times) | {"bound": times.bound, "x_bound": of_bound})
         print(table_of(rows, ("model", "nodes")))

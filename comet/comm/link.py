@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.comm import make_communicator
-from comet.comm.base import ALIGNMENT, Regions, regions_bytes
+from comet.comm.base import ALIGNMENT, Regions, regions_bytes, settle
 from comet.comm.nvshmem import NvshmemHeap
 from comet.layout import round_up
 from comet.utils.choices import CommBackend
@@ -35,9 +35,20 @@ class Link(ABC):
 
     ranks: Tensor | None = None  # (N,) int32: the rail peers' numbers in NVSHMEM; None where their memory is mapped
 
+    _pool: Region | None = None
+
     def alloc(self, regions: Regions) -> dict[str, Region]:
-        """Make zeroed regions on all ranks of all nodes (collective)."""
-        pool, made, offset = self._alloc(regions_bytes(regions)), {}, 0
+        """Return zeroed regions on all ranks of all nodes (collective), which have met and meet again afterwards.
+
+        The memory of the regions before is used again where it is large enough.
+        """
+        num_bytes, pool = regions_bytes(regions), self._pool
+        if pool is None or pool.local.numel() < num_bytes:
+            pool = self._pool = self._alloc(num_bytes)
+        else:
+            pool.local.zero_()
+            settle(pool.local.device)
+        made, offset = {}, 0
         for name, (shape, dtype) in regions.items():
             size = math.prod(shape) * dtype.itemsize
             made[name] = Region(pool.local[offset : offset + size].view(dtype).view(shape), pool.targets + offset)

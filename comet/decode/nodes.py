@@ -29,7 +29,7 @@ from comet.decode.weights import DecodeScratch, DecodeWeights
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.kernels.decode.blocks import DecodeConfig
 from comet.kernels.decode.step import Batch
-from comet.kernels.network.legs import Leg, Sent
+from comet.kernels.network.legs import Leg, Message
 from comet.kernels.network.put import put
 from comet.kernels.network.put_cuda import put_cuda
 from comet.kernels.network.receive import receive
@@ -65,7 +65,9 @@ class NodesDecode(ABC):
     def __init__(self, group: ExpertGroup, inner: RankDecode, max_tokens: int) -> None:
         assert group.nodes is not None, "the group spans several nodes"
         self.group, self.nodes, self.inner, self.max_tokens = group, group.nodes, inner, max_tokens
-        self.legs = legs = group.nodes.legs if inner.use_kernels else None
+        legs = group.nodes.legs if inner.use_kernels else None
+        # A step has rows of all nodes at once; where slots take turns in memory, it runs by collectives.
+        self.legs = legs = legs if legs is not None and legs.room is None else None
         if legs is not None:  # a rank that waited in vain inside its node sends nothing to others, and vice versa
             out, home = (replace(leg, inner_fault=inner.fault) for leg in (legs.out, legs.home))
             self.legs = legs._replace(out=out, home=home)
@@ -181,8 +183,12 @@ class _LegSums:
 
     def _pass(self, leg: Leg, sums: Tensor, *, num_rows: int) -> None:
         """Send the first rows of ``sums`` to all rail peers, and wait for theirs."""
-        given = sums.view(self.dtype).view(-1, self.hidden_size), self.rows, self.no_words, self.counts[num_rows]
-        self.put(leg, *given, self.no_number, self.call, Sent(self.slots, FIRST_CHUNK, True))
+        message = Message(
+            x=sums.view(self.dtype).view(-1, self.hidden_size), tokens=self.rows, words=self.no_words,
+            counts=self.counts[num_rows], number=self.no_number, call=self.call, slots=self.slots, chunks=FIRST_CHUNK,
+            has_words=True,
+        )  # fmt: skip
+        self.put(leg, message)
         receive(leg, self.came, self.no_number, self.call, self.slots, FIRST_CHUNK)
 
 
@@ -197,7 +203,7 @@ class GuestDecode(NodesDecode):
         )  # fmt: skip
         super().__init__(group, inner, max_tokens)
         nodes = replace(group.nodes, legs=self.legs)
-        self.rails = make_rails(moe, replace(group, nodes=nodes), use_kernels=inner.use_kernels)
+        self.rails = make_rails(moe, replace(group, nodes=nodes), use_kernels=inner.use_kernels, at_once=True)
 
     def _run(
         self, own: Batch, weights: DecodeWeights, scratch: DecodeScratch | None, config: DecodeConfig | None

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import CommBackend, make_communicator
-from comet.comm.base import Communicator
+from comet.comm.base import Communicator, settle
 from comet.comm.handshake import check_equal, gather, set_deadline, this_rank, together
 from comet.comm.nodes import nodes_of
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
@@ -23,7 +23,8 @@ from comet.errors import UnavailableError
 from comet.layer.sharding import forget_meshes, make_mesh
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
-from comet.schedule.choice import Resolver, shared_resolver
+from comet.schedule.choice import Problem, Resolver, shared_resolver
+from comet.schedule.network import node_tokens
 from comet.utils.renamed import warn_renamed
 from comet.utils.streams import SideStream
 from comet.version import comet_version
@@ -339,7 +340,10 @@ def _join_node(
         set_deadline(each, options.timeout_s)
     comm = opened.enter_context(make_communicator("auto", own, options.device, timeout_s=options.timeout_s))
     in_node = _Ranks(ranks.world_rank, size, own, None, None, inside)
-    inner = options.group(in_node, ParallelConfig(ep=size // parallel.tp, tp=parallel.tp), comm)
+    most = node_tokens(Problem(options.moe, replace(parallel, node_size=size), options.max_tokens, options.dtype))
+    inner = replace(options, max_tokens=most).group(
+        in_node, ParallelConfig(ep=size // parallel.tp, tp=parallel.tp), comm
+    )
     peers = tuple(dist.get_group_rank(ranks.process_group, each) for each in place.rails)
     return NodeGroup(inner=inner, rails=rails, peers=peers, node=place.node, num_nodes=place.num_nodes)
 
@@ -364,13 +368,14 @@ def _linked(group: ExpertGroup, backend: CommBackend, opened: ExitStack) -> Expe
 
 
 def with_legs(group: ExpertGroup) -> ExpertGroup:
-    """The group with memory for rows of its pool that kernels send to other nodes, if they do (collective)."""
+    """The group with memory for rows that kernels send to other nodes, if they do; takes that of legs before."""
     if group.nodes is None or group.nodes.link is None:
         return group
     from comet.layer.rails.legs import make_legs  # needs Triton
 
     assert group.process_group is not None, "several nodes have several ranks"
-    # Rail peers agree on what fits; ranks of other rails may have more room.
+    # No rank writes into the memory of legs before. Rail peers agree on what fits; others may have more room.
+    together(group.process_group, partial(settle, group.device))
     nodes, link = group.nodes, group.nodes.link
     given = (group.workspace, nodes.inner.workspace.fault, nodes.peers, nodes.node)
     legs = together(group.process_group, partial(make_legs, link, *given))

@@ -10,8 +10,11 @@ so the bits do not depend on what arrives first. The backward pass takes the sam
 What hides the network: the layer of a node runs once for a first part of the rank's own tokens, then for the guests of
 each other node, in one part or several, and once for the rest of its own tokens. Guests travel while the first part is
 computed; their partial sums travel home while later runs are. The pool does not grow with the number of nodes: all runs
-use it, one after another. Guests and the sums that travel have memory of their own, which does: up to (N - 1) T rows of
-either by collectives, (N - 1) M by kernels (``comet.layer.rails``).
+use it, one after another. Guests and the sums that travel have memory of their own, for some nodes at a time
+(``comet.layer.rails``).
+
+With few tokens the host bounds the layer. Then own tokens and all guests are one run, and the pool of a node has room
+for the tokens of all nodes (``comet.schedule.network.best_runs``).
 
 Example: two nodes of one rank, E = 4, ids of rank 0 ``[[0, 1], [1, 3], [2, 3]]``. Tokens 1 and 2 are guests of rank 1
 with the ids ``[[-1, 1], [0, 1]]``; rank 0 itself runs all three with ``[[0, 1], [1, -1], [-1, -1]]``.
@@ -46,13 +49,11 @@ from comet.layer.weights import match_fp8_weights, match_once, match_weights, pa
 from comet.layout import Biases, RoutedTokens, positions_in_groups
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.schedule.choice import Problem
-from comet.schedule.network import Rates, best_parts
+from comet.schedule.network import Rates, Runs, best_runs
 from comet.utils.derivatives import first_only
 from comet.utils.uncompiled import uncompiled
 
 Result = TypeVar("Result")
-# With fewer tokens reserved, a rank's own tokens are one run: two would launch more and hide no more.
-SPLIT_TOKENS = 1024
 # Rows of all runs are kept for one product of weight gradients if they take at most so many times the weights' bytes.
 MERGED_SIZE = 6
 
@@ -129,11 +130,9 @@ class NodesPath(ExpertPath):
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, **rules)
         self.takes_fp8 = use_kernels and config.hidden_size % FP8_BLOCK == 0
         self.waits_for_counts = self.collectives
-        # Every rank of a node runs the layer equally often, so the pool decides and not a call's tokens.
-        most = group.workspace.max_tokens
-        self.is_split = most >= SPLIT_TOKENS
+        self.runs, most = runs_of(config, group), group.workspace.max_tokens
         self.own_backend = self.guest_backend = self.backend
-        if config.max_imbalance is None:  # a limit holds for all tokens, not for those of a run
+        if config.max_imbalance is None and self.runs.parts:  # a limit holds for all tokens, not for those of a run
             self.own_backend = self.backend.with_tokens(self.first_part(most))
             self.guest_backend = self.backend.with_tokens(self.rails.most_guests)
 
@@ -190,11 +189,17 @@ class NodesPath(ExpertPath):
             trip = self.rails.depart(routed, trains=trains)
             kept = trip.kept if trains else ()
             own = routed._replace(top_k_ids=self.rails.ids_in(self.nodes.node, routed.top_k_ids))
+            if not self.runs.parts:
+                guests = [self._awaited(stop, partial(trip.guests, stop)) for stop in self.rails.stops]
+                sums = run(joined([own, *guests]), self.backend).split([len(each.tokens) for each in (own, *guests)])
+                for stop, theirs in zip(self.rails.stops, sums[1:], strict=True):
+                    trip.send_home(stop, theirs)
+                return self._awaited(None, partial(trip.arrive, sums[0]))[0], kept, runs
             first = self.first_part(len(routed.tokens))
             outputs = [run(own.part(slice(0, first)), self.own_backend)]
             for stop in self.rails.stops:
                 trip.send_home(stop, run(self._awaited(stop, partial(trip.guests, stop)), self.guest_backend))
-            if self.is_split:
+            if self.runs.is_split:
                 outputs.append(run(own.part(slice(first, None)), self.own_backend))
             return self._awaited(None, partial(trip.arrive, torch.cat(outputs)))[0], kept, runs
 
@@ -222,14 +227,22 @@ class NodesPath(ExpertPath):
 
         with self.group.comm.in_flight:
             trip = self.rails.depart_backward(kept, grad)
-            first = self.first_part(len(grad))
-            own = [run(grad[:first])]
-            for stop in self.rails.stops:
-                trip.send_home(stop, *run(self._awaited(stop, partial(trip.guest_gradients, stop))))
-            if self.is_split:
-                own.append(run(grad[first:]))
-            joined = (torch.cat(parts) for parts in zip(*own, strict=True))
-            grad_x, grad_weights = self._awaited(None, partial(trip.arrive, *joined))
+            if not self.runs.parts:
+                grads = [grad, *(self._awaited(stop, partial(trip.guest_gradients, stop)) for stop in self.rails.stops)]
+                sizes = [len(each) for each in grads]
+                mine, *theirs = zip(*(each.split(sizes) for each in run(torch.cat(grads))), strict=True)
+                for stop, results in zip(self.rails.stops, theirs, strict=True):
+                    trip.send_home(stop, *results)
+                own = [mine]
+            else:
+                first = self.first_part(len(grad))
+                own = [run(grad[:first])]
+                for stop in self.rails.stops:
+                    trip.send_home(stop, *run(self._awaited(stop, partial(trip.guest_gradients, stop))))
+                if self.runs.is_split:
+                    own.append(run(grad[first:]))
+            whole = (torch.cat(parts) for parts in zip(*own, strict=True))
+            grad_x, grad_weights = self._awaited(None, partial(trip.arrive, *whole))
         given = (w1, w2, *(biases or ()))
         found = (each.to(like.dtype) for each, like in zip(sums.gradients(), given, strict=True))
         return grad_x, grad_weights, *found
@@ -253,14 +266,15 @@ class NodesPath(ExpertPath):
 
     def first_part(self, num_tokens: int) -> int:
         """How many own tokens are computed while guests travel."""
-        return -(-num_tokens // 2) if self.is_split else num_tokens
+        return -(-num_tokens // 2) if self.runs.is_split else num_tokens
 
 
 class _WeightGradients:
     """Gradients of weights and biases, of all runs: as one product where its rows fit, else added up run by run."""
 
     def __init__(self, backend: Backend, plans: list[Plan], w1: Tensor, w2: Tensor) -> None:
-        fits = merged_bytes(plans, w1, w2) <= MERGED_SIZE * (w1.nbytes + w2.nbytes)
+        fits = len(plans) > 1 and merged_bytes(plans, w1, w2) <= MERGED_SIZE * (w1.nbytes + w2.nbytes)
+        self._num_runs = len(plans)
         self._merged = MergedWgrad(backend, plans) if fits else None
         self._backend = backend
         self.deferred: DeferredWgrad | None = [] if fits else None  # a run leaves here what it has not multiplied
@@ -277,7 +291,7 @@ class _WeightGradients:
             self.deferred.clear()
         present = [each for each in found if each is not None]
         if not self._totals:
-            self._totals = [each.to(accumulator_dtype(each.dtype)) for each in present]
+            self._totals = [each.to(accumulator_dtype(each.dtype)) if self._num_runs > 1 else each for each in present]
         else:
             for total, each in zip(self._totals, present, strict=True):
                 total.add_(each)
@@ -287,14 +301,30 @@ class _WeightGradients:
         return [*(self._merged.gradients() if self._merged is not None else ()), *self._totals]
 
 
-def make_rails(config: MoEConfig, group: ExpertGroup, *, use_kernels: bool) -> Rails:
-    """Rails by kernels where the group has memory for these, else by collectives."""
+def make_rails(config: MoEConfig, group: ExpertGroup, *, use_kernels: bool, at_once: bool = False) -> Rails:
+    """Rails by kernels where the group has memory for these, else by collectives; ``at_once``: of all nodes at once."""
     if use_kernels and group.nodes is not None and group.nodes.legs is not None:
         from comet.layer.rails.network import DeviceRails  # needs Triton
 
-        parts = best_parts(problem_over(config, group), Rates())
-        return DeviceRails(group, group.layout(config), group.nodes.legs, parts)
-    return CollectiveRails(group, group.layout(config))
+        return DeviceRails(group, group.layout(config), group.nodes.legs, runs_of(config, group).parts)
+    return CollectiveRails(group, group.layout(config), at_once=at_once)
+
+
+def runs_of(config: MoEConfig, group: ExpertGroup) -> Runs:
+    """The runs of a layer: one, where the pool of the node has room for the tokens of all nodes.
+
+    Every rank runs the layer equally often, so pools decide and not a call's tokens.
+    """
+    assert group.nodes is not None, "the group spans several nodes"
+    most = group.workspace.max_tokens * group.num_nodes
+    if group.nodes.inner.workspace.max_tokens >= most:
+        return Runs(0, is_split=False)
+    return best_runs(problem_over(config, group), Rates(), joins=False)
+
+
+def joined(parts: Sequence[RoutedTokens]) -> RoutedTokens:
+    """Tokens and routing behind each other."""
+    return RoutedTokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 def problem_over(config: MoEConfig, group: ExpertGroup) -> Problem:

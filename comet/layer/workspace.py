@@ -40,11 +40,13 @@ from comet.comm.base import ALIGNMENT, Communicator, Regions, SymmTensor, region
 from comet.comm.collectives import ONE_ORDER, other_call
 from comet.comm.failures import FEWER_CALLS, RESTART
 from comet.comm.signals import check_epoch, waited
-from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
+from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import CapacityError, CommTimeoutError, NotFiniteError, StepFailedError
 from comet.kernels.runtime.faults import ROWS_NEEDED, Fault, Place
 from comet.kernels.runtime.limits import CHUNK_FLAGS, CHUNK_ROWS, COMBINE_CHUNK_ROWS, LEG_HEADER
 from comet.layout import round_up
+from comet.schedule.choice import Problem
+from comet.schedule.network import node_tokens, ring_slots
 from comet.utils.choices import CommBackend
 
 if TYPE_CHECKING:
@@ -117,29 +119,36 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
 def leg_regions(shape: WorkspaceShape, num_nodes: int) -> Regions:
     """Shape and dtype of each region for rows that travel between nodes, out and home (``comet.layer.rails.network``).
 
+    Beyond ``ring_slots`` only flags and the headers that tell of room grow with the number of nodes.
+
     Example: two nodes, M=128, D=64, K=2, float32: 528 words, 128 rows and 2 flags each way.
     """
     slots, tokens = num_nodes - 1, shape.padded_tokens
+    ring = ring_slots(num_nodes, tokens)
     one: Regions = {
-        "words": ((slots, LEG_HEADER + 2 * tokens * shape.top_k), torch.int32),
-        "rows": ((slots, tokens, shape.hidden_size), shape.dtype),
+        "words": ((ring, LEG_HEADER + 2 * tokens * shape.top_k), torch.int32),
+        "rows": ((ring, tokens, shape.hidden_size), shape.dtype),
         "flags": ((slots, 1 + tokens // CHUNK_ROWS, 2), torch.int32),
     }
-    return {f"{leg}_{name}": each for leg in ("out", "home") for name, each in one.items()}
+    regions = {f"{leg}_{name}": each for leg in ("out", "home") for name, each in one.items()}
+    if ring < slots:
+        regions |= {"room_words": ((slots, LEG_HEADER), torch.int32), "room_flags": ((slots, 2, 2), torch.int32)}
+    return regions
 
 
-def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig, backend: CommBackend = "auto") -> int:
+def rank_pool_bytes(problem: Problem, backend: CommBackend = "auto") -> int:
     """Bytes that a rank shares with its group, or with its declared node, and for kernels that send to other nodes.
 
     NVSHMEM sends from as much memory for staging.
     """
-    ranks = parallel.ranks_with_memory
+    parallel, ranks = problem.parallel, problem.parallel.ranks_with_memory
     if not ranks:
         return 0
-    inside = workspace_bytes(replace(shape, world_size=ranks))
+    shape = WorkspaceShape.create(problem.moe, parallel.world_size, problem.num_tokens, problem.dtype)
+    inside = workspace_bytes(replace(shape, world_size=ranks, max_tokens=node_tokens(problem)))
     if backend == "auto" or not parallel.declares_nodes:
         return inside
-    network = regions_bytes(leg_regions(shape, parallel.world_size // ranks))
+    network = regions_bytes(leg_regions(shape, problem.num_nodes))
     return inside + network * (2 if backend == "nvshmem" else 1)
 
 
@@ -274,13 +283,13 @@ class Workspace:
         if place is Place.OTHER_CALL:
             theirs, node = divmod(peer, len(self.rail_peers))
             return other_call(self.comm.rank, index, self.rail_peers[node], theirs, expected, seen)
-        peer = self.rail_peers[peer] if self.rail_peers else peer
+        node, peer = peer, self.rail_peers[peer] if self.rail_peers else peer
         if place is Place.CALL and index:  # in a backward pass
             theirs = int(self.calls.local[(int(self.epoch) + 1) & 1, peer])
             return other_call(self.comm.rank, index, peer, theirs, expected, seen)
         if place is Place.CALL:
             return other_call(self.comm.rank, expected, peer, seen)
-        where = f"{place.words}, chunk {index}"
+        where = f"{place.words.format(node)}, chunk {index}"
         text = waited(self.comm.rank, peer, where, self.comm.timeout_s, expected, seen)
         return self.explained(text, place, peer, expected)
 

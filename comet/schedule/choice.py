@@ -50,6 +50,11 @@ class Problem:
         return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.num_tokens} tokens"
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes of a group; 1 where its layers do not run inside nodes."""
+        return self.parallel.world_size // (self.parallel.ranks_with_memory or self.parallel.world_size)
+
+    @property
     def column_blocks(self) -> int:
         tile = TileShape.select(self.dtype, self.moe.hidden_size, self.moe.ffn_size // self.parallel.tp)
         return -(-self.moe.hidden_size // tile.block_n)

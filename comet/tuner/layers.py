@@ -35,6 +35,7 @@ from comet.layer.paths import make_path
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import Biases, RoutedTokens
 from comet.schedule.choice import Problem, counted
+from comet.schedule.network import node_tokens
 from comet.schedule.table import Measured
 from comet.training.ranks import RankContext
 from comet.tuner.timing import Timing, Variant, capture, rank_barrier, time_interleaved
@@ -78,7 +79,9 @@ def with_pool(group: ExpertGroup, problem: Problem) -> ExpertGroup:
     room = WorkspaceShape.create(problem.moe, group.parallel.world_size, problem.num_tokens, problem.dtype)
     if group.nodes is None:
         return replace(group, workspace=Workspace(group.comm, room))
-    nodes = replace(group.nodes, inner=with_pool(group.nodes.inner, problem))
+    node_size = group.parallel.world_size // group.num_nodes
+    most = node_tokens(replace(problem, parallel=replace(group.parallel, node_size=node_size)))
+    nodes = replace(group.nodes, inner=with_pool(group.nodes.inner, replace(problem, num_tokens=most)))
     return with_legs(replace(group, nodes=nodes, workspace=Workspace(group.comm, room, nodes.inner.workspace)))
 
 

@@ -17,8 +17,8 @@ struct PutArgs {
     const int* ranks;        // (N,) numbers of the rail peers, or null
     const int* epoch;        // (1,)
     s64 *fault, *inner_fault;
-    int call, node, num_nodes, num_chunks, slot_words, is_home, first_slot, num_slots, per_token, row_bytes, by_slot;
-    int first_chunk, sent_chunks, has_words;
+    int call, node, num_nodes, ring, num_chunks, slot_words, is_home, is_nbi, first_slot, num_slots, per_token;
+    int row_bytes, by_slot, first_chunk, sent_chunks, has_words;
 };
 
 // Some bytes, a multiple of 16, of a row each, by all threads of the block.
@@ -61,14 +61,14 @@ __device__ __forceinline__ void put_rows(const PutArgs& args) {
         const u64 flag = u64(slot) * flags + (is_words ? 0 : 1 + chunk);
         Delivery delivery;
         if (is_words) {
-            const u64 offset = u64(slot) * args.slot_words * 4;
+            const u64 offset = u64(slot % args.ring) * args.slot_words * 4;
             delivery.written = reinterpret_cast<char*>(args.word_targets[peer]) + offset;
             delivery.arrives = args.own_words + offset;
             delivery.bytes = 4ull * (Config::HEADER + u64(count) * args.per_token);
             copy_words<Config>(reinterpret_cast<int*>(delivery.written), args,
                                args.words + u64(part) * max_tokens * args.per_token, count);
         } else {
-            const u64 offset = (u64(slot) * max_tokens + first) * args.row_bytes;
+            const u64 offset = (u64(slot % args.ring) * max_tokens + first) * args.row_bytes;
             const int rows = min(Config::CHUNK, count - first);
             delivery.written = reinterpret_cast<char*>(args.row_targets[peer]) + offset;
             delivery.arrives = args.own_rows + offset;
@@ -79,6 +79,7 @@ __device__ __forceinline__ void put_rows(const PutArgs& args) {
         delivery.flag_at_peer = reinterpret_cast<int*>(args.flag_targets[peer]) + 2 * flag;
         delivery.flag = reinterpret_cast<u64*>(args.own_flags) + flag;
         delivery.value = epoch;
+        delivery.is_nbi = args.is_nbi;
         delivery.rank = args.ranks == nullptr ? 0 : args.ranks[peer];
         __threadfence_system();
         __syncthreads();

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..layer.triton.dispatch import NUM_WARPS, push_chunk, push_constants
 from ..runtime.primitives import MOST_THREADS, any_of, signal
-from .legs import Leg, Sent
+from .legs import Leg, Message
 
 BLOCKS = 16  # a launch has so many: the link is slower than they are, and the other SMs compute
 
@@ -62,45 +61,25 @@ def put_kernel(
         list_of = tl.where(PART.by_slot, slot, 0)
         flags = tl.load(leg.flag_targets + target).to(tl.pointer_type(tl.int32)) + slot * FLAGS
         if item < num_words:
-            words = tl.load(leg.word_targets + target).to(tl.pointer_type(tl.int32))
+            words = tl.load(leg.word_targets + target).to(tl.pointer_type(tl.int32)) + slot % LEG.ring * LEG.slot_words
             source = words_ptr + list_of * (M * per_token)
-            put_words(source, words + slot * LEG.slot_words, count, number_ptr, call, per_token, LEG)
+            put_words(source, words, count, number_ptr, call, per_token, LEG)
             signal(flags, epoch)
         else:
             chunk = PART.first_chunk + (item - num_words) % CHUNKS
             if chunk * LEG.chunk < count:
                 rows = tl.load(leg.row_targets + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
-                rows = tl.multiple_of(rows, 16) + slot.to(tl.int64) * M * D
+                rows = tl.multiple_of(rows, 16) + (slot % LEG.ring).to(tl.int64) * M * D
                 push_chunk(x_ptr, tokens_ptr + list_of * M, rows, chunk * LEG.chunk, count, D, PUSH)
                 signal(flags + 2 * (1 + chunk), epoch)
 
 
-def put(
-    leg: Leg,
-    x: Tensor,
-    tokens: Tensor,
-    words: Tensor,
-    counts: Tensor,
-    number: Tensor,
-    call: int,
-    sent: Sent,
-) -> None:
-    """Send rows, words and a header through some slots; peers see flags of pass ``epoch + 1``.
-
-    Args:
-        leg: Where they arrive.
-        x: ``(T, D)`` contiguous.
-        tokens: ``(S, M)`` int32: the row of ``x`` at each place of a slot, or ``(M,)`` for all slots.
-        words: ``(S, M, w)`` int32 words of each, or ``(M, w)``; w may be 0.
-        counts: ``(S,)`` int32.
-        number: ``(1,)`` int32: the call whose backward pass this is; 0: a forward pass.
-        call: The layer, and whether a gradient is wanted.
-        sent: What of it is sent now.
-    """
-    slots, chunks, has_words = sent
-    part = Part(tokens.dim() == 2, chunks.start, chunks.stop, has_words)
+def put(leg: Leg, message: Message) -> None:
+    """Send a message through a leg."""
+    x, tokens, slots, chunks = message.x, message.tokens, message.slots, message.chunks
     put_kernel[(1 if triton.knobs.runtime.interpret else BLOCKS,)](
-        x, tokens, words, counts, number, leg.tensors, call, leg.node, slots.start, len(slots), words.shape[-1],
-        x.shape[1], PART=part, LEG=leg.shape, PUSH=push_constants(x.dtype, x.shape[1], 0),
-        num_warps=NUM_WARPS,
+        x, tokens, message.words, message.counts, message.number, leg.tensors, message.call, leg.node, slots.start,
+        len(slots), message.words.shape[-1], x.shape[1],
+        PART=Part(tokens.dim() == 2, chunks.start, chunks.stop, message.has_words), LEG=leg.shape,
+        PUSH=push_constants(x.dtype, x.shape[1], 0), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from ..runtime.case import CudaCase
 from ..runtime.cuda_source import INT32, POINTER, CudaSource, DeviceStruct, fields
 from ..runtime.limits import CHUNK_ROWS, LEG_HEADER
 from ..runtime.nvrtc import CudaKernel, load_source
-from .legs import Leg, Sent
+from .legs import Leg, Message
 
 BLOCKS = 16  # a launch has so many: to copy into staging memory is quick, and the network takes its time afterwards
 
@@ -20,32 +20,25 @@ class PutArgs(DeviceStruct):
     _fields_ = (
         *fields(POINTER, "x tokens words counts number own_words own_rows own_flags"),
         *fields(POINTER, "word_targets row_targets flag_targets ranks epoch fault inner_fault"),
-        *fields(INT32, "call node num_nodes num_chunks slot_words is_home first_slot num_slots per_token row_bytes"),
-        *fields(INT32, "by_slot first_chunk sent_chunks has_words"),
+        *fields(INT32, "call node num_nodes ring num_chunks slot_words is_home is_nbi first_slot num_slots per_token"),
+        *fields(INT32, "row_bytes by_slot first_chunk sent_chunks has_words"),
     )
 
 
-def put_cuda(
-    leg: Leg,
-    x: Tensor,
-    tokens: Tensor,
-    words: Tensor,
-    counts: Tensor,
-    number: Tensor,
-    call: int,
-    sent: Sent,
-    ranks: Tensor | None = None,
-) -> None:
+def put_cuda(leg: Leg, message: Message, ranks: Tensor | None = None) -> None:
     """``comet.kernels.network.put.put``; ``ranks (N,)`` int32 are rail peers that NVSHMEM reaches, not mapped ones."""
-    shape = leg.shape
+    shape, x, slots, chunks = leg.shape, message.x, message.slots, message.chunks
+    # In a ring the next sums are staged before any peer has said that the last ones came.
+    is_nbi = not shape.is_home or shape.ring == shape.num_nodes - 1
     args = PutArgs.of(
-        x=x, tokens=tokens, words=words, counts=counts, number=number, own_words=leg.words, own_rows=leg.rows,
-        own_flags=leg.flags, word_targets=leg.word_targets, row_targets=leg.row_targets,
-        flag_targets=leg.flag_targets, ranks=ranks, epoch=leg.epoch, fault=leg.fault, inner_fault=leg.inner_fault,
-        call=call, node=leg.node, num_nodes=shape.num_nodes, num_chunks=shape.num_chunks,
-        slot_words=shape.slot_words, is_home=leg.is_home, first_slot=sent.slots.start, num_slots=len(sent.slots),
-        per_token=words.shape[-1], row_bytes=x.shape[1] * x.element_size(), by_slot=tokens.dim() == 2,
-        first_chunk=sent.chunks.start, sent_chunks=len(sent.chunks), has_words=sent.has_words,
+        x=x, tokens=message.tokens, words=message.words, counts=message.counts, number=message.number,
+        own_words=leg.words, own_rows=leg.rows, own_flags=leg.flags, word_targets=leg.word_targets,
+        row_targets=leg.row_targets, flag_targets=leg.flag_targets, ranks=ranks, epoch=leg.epoch, fault=leg.fault,
+        inner_fault=leg.inner_fault, call=message.call, node=leg.node, num_nodes=shape.num_nodes, ring=shape.ring,
+        num_chunks=shape.num_chunks, slot_words=shape.slot_words, is_home=shape.is_home, is_nbi=is_nbi,
+        first_slot=slots.start, num_slots=len(slots), per_token=message.words.shape[-1],
+        row_bytes=x.shape[1] * x.element_size(), by_slot=message.tokens.dim() == 2, first_chunk=chunks.start,
+        sent_chunks=len(chunks), has_words=message.has_words,
     )  # fmt: skip
     _kernel(torch.cuda.current_device(), is_nvshmem=ranks is not None).launch(BLOCKS, [args])
 

@@ -1,5 +1,6 @@
 """Waits for what rail peers have sent, unpacks the guests' routing, and adds up the sums of all nodes."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -8,9 +9,7 @@ from ..runtime.arguments import power_of_2
 from ..runtime.primitives import (
     MOST_THREADS,
     PLACE_ELSEWHERE,
-    PLACE_GUESTS,
     PLACE_OTHER_CALL,
-    PLACE_SUMS,
     any_of,
     record_fault,
     wait_flag,
@@ -32,11 +31,11 @@ def receive_kernel(
     """
     chunk, slot = first_chunk + tl.program_id(0), first_slot + tl.program_id(1)
     CHUNKS: tl.constexpr = LEG.num_chunks
-    PLACE: tl.constexpr = PLACE_SUMS if LEG.is_home else PLACE_GUESTS
+    PLACE: tl.constexpr = LEG.place
     source = (node + tl.where(LEG.is_home, 1 + slot, LEG.num_nodes - 1 - slot)) % LEG.num_nodes
     epoch = tl.load(leg.epoch) + 1
     flags = leg.flags + slot * (2 * (1 + CHUNKS))
-    words = leg.words + slot * LEG.slot_words
+    words = leg.words + slot % LEG.ring * LEG.slot_words
     threads = tl.arange(0, MOST_THREADS)
     late = wait_flag(flags, epoch, leg.fault, timeout_ns, PLACE, source, 0, LEG.interpret)
     is_missing = any_of(late != 0, threads)
@@ -97,48 +96,62 @@ def receive(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["node", "num_tokens"])
+@triton.jit(do_not_specialize=["node", "first_term", "num_tokens"])
 def add_kernel(
-    own_ptr, returned_ptr, places_ptr, out_ptr, node, num_tokens, num_cols, slot_stride, row_stride,
-    LEG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    own_ptr, total_ptr, returned_ptr, places_ptr, out_ptr, node, first_term, num_tokens, num_cols, slot_stride,
+    row_stride, TERMS: tl.constexpr, LEG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add what each node computed of some tokens, in the order of the nodes, in float32."""
+    """Add what some nodes computed of some tokens, in float32; ``own_ptr`` and ``total_ptr`` may be ``None``."""
     M: tl.constexpr = LEG.num_chunks * LEG.chunk
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     exists = (tokens < num_tokens)[:, None] & (cols < num_cols)
+    here = tokens[:, None].to(tl.int64) * num_cols + cols
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for each in range(LEG.num_nodes):
-        slot = (each - node + LEG.num_nodes) % LEG.num_nodes - 1
+    if total_ptr is not None:
+        total = tl.load(total_ptr + here, mask=exists, other=0.0)
+    for term in range(TERMS):
+        slot = (first_term + term - node + LEG.num_nodes) % LEG.num_nodes - 1
         if slot < 0:
-            part = tl.load(own_ptr + tokens[:, None].to(tl.int64) * num_cols + cols, mask=exists, other=0.0)
-            total += part.to(tl.float32)
+            if own_ptr is not None:
+                total += tl.load(own_ptr + here, mask=exists, other=0.0).to(tl.float32)
         else:
             places = tl.load(places_ptr + slot * M + tokens, mask=tokens < num_tokens, other=-1)[:, None]
-            base = returned_ptr + slot.to(tl.int64) * slot_stride
+            base = returned_ptr + (slot % LEG.ring).to(tl.int64) * slot_stride
             part = tl.load(base + places.to(tl.int64) * row_stride + cols, mask=exists & (places >= 0), other=0.0)
             total += part.to(tl.float32)
-    tl.store(out_ptr + tokens[:, None].to(tl.int64) * num_cols + cols, total.to(out_ptr.dtype.element_ty), mask=exists)
+    tl.store(out_ptr + here, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def add_nodes(own: Tensor, returned: Tensor, places: Tensor, shape: LegShape, node: int) -> Tensor:
-    """Add what this node computed of each token to what came home from the others, in the order of the nodes.
+def add_nodes(
+    own: Tensor | None,
+    total: Tensor | None,
+    returned: Tensor,
+    places: Tensor,
+    shape: LegShape,
+    node: int,
+    terms: range,
+) -> Tensor:
+    """Add what came home of each token, and what this node computed, to a total.
 
     Args:
-        own: ``(T, C)`` contiguous.
-        returned: ``(S, M, C)`` of each slot, elements of a row behind each other.
+        own: ``(T, C)`` contiguous; ``None`` where it is no term.
+        total: ``(T, C)`` float32, which receives the sum where ``own`` is no term; ``None``: zeros.
+        returned: ``(R, M, C)`` of the ring's places, elements of a row behind each other.
         places: ``(S, M)`` int32: the row of each token there, or -1.
         shape: The leg's.
-        node: This rank's.
+        node: Term t is slot t - node - 1 modulo N, and own where that is -1: with this rank's node terms are nodes.
+        terms: The terms, in the order in which they are added.
 
     Returns:
-        ``(T, C)`` of the type of ``own``; sums are float32.
+        ``(T, C)`` of the type of ``own``, or the total; sums are float32.
     """
-    out = own.new_empty(own.shape)
-    cols = min(ADD_COLS, power_of_2(own.shape[1]))
-    grid = (triton.cdiv(max(len(own), 1), ADD_ROWS), triton.cdiv(own.shape[1], cols))
+    out = torch.empty_like(own) if own is not None else total
+    assert out is not None, "own or total is given"
+    cols = min(ADD_COLS, power_of_2(out.shape[1]))
+    grid = (triton.cdiv(max(len(out), 1), ADD_ROWS), triton.cdiv(out.shape[1], cols))
     add_kernel[grid](
-        own, returned, places, out, node, len(own), own.shape[1], returned.stride(0), returned.stride(1),
-        LEG=shape, ROWS=ADD_ROWS, COLS=cols,
+        own, total, returned, places, out, node, terms.start, len(out), out.shape[1], returned.stride(0),
+        returned.stride(1), TERMS=len(terms), LEG=shape, ROWS=ADD_ROWS, COLS=cols,
     )  # fmt: skip
     return out

@@ -33,9 +33,11 @@ class Place(IntEnum):
     DECODE = 10
     GATHER = 11
     HOST = 12  # the host's cores; the peer is the layer, the index the number of experts
+    ROOM = 13
 
     @property
     def words(self) -> str:
+        """The name of the wait; ``{}`` stands for the node of a rail peer."""
         return WORDS.get(self, self.name.lower())
 
 
@@ -44,8 +46,9 @@ WORDS = {
     Place.LAYER0: "layer 0 dispatch",
     Place.PANEL: "layer 1 panel",
     Place.LAYER1: "layer 1 combine",
-    Place.GUESTS: "guests from its node",
-    Place.SUMS: "sums from its node",
+    Place.GUESTS: "guests from node {}",
+    Place.SUMS: "sums from node {}",
+    Place.ROOM: "room for guests on node {}",
     Place.DECODE: "decode all-reduce",
     Place.GATHER: "decode gather",
 }

@@ -31,7 +31,7 @@ from comet.graphed.moe import GraphedMoE
 from comet.jobs.config import TuneConfig, TuneJob
 from comet.launch.tasks.modular import pairs
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.nodes import NodesPath
+from comet.layer.nodes import NodesPath, problem_over
 from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
@@ -77,7 +77,7 @@ def run_parts(rank: int, world_size: int, node_size: int | None, path: str) -> d
     group.workspace.check()
     group.workspace.restart()
     group.comm.barrier()
-    assert group.workspace.num_bytes == rank_pool_bytes(group.workspace.shape, group.parallel)
+    assert group.workspace.num_bytes == rank_pool_bytes(problem_over(CONFIG, group))
     group.close()
     return found | {"output": output.detach(), "gradient of x": x.grad}
 

@@ -101,7 +101,8 @@ def test_a_dry_run_counts_the_symmetric_memory_of_a_node(task, capfd):
         outputs[node_size], found[node_size] = dry_run(capfd, task, *words)
         out = outputs[node_size]
         assert yaml.safe_load(out)["parallel"] == {"ep": 4, "tp": 1, "node_size": node_size}
-    assert found[4]["symmetric memory"] > found[2]["symmetric memory"] > found[4]["symmetric memory"] / 3
+    # Few tokens are one run, for which a node has room for the tokens of both nodes.
+    assert found[2]["symmetric memory"] == pytest.approx(found[4]["symmetric memory"], rel=0.1)
     told = ["over 2 nodes of 2 ranks; nodes of the first group: ranks 0 to 1; ranks 2 to 3" in outputs[node_size]
             for node_size in (2, 4)]  # fmt: skip
     assert told == [task == "train", False]

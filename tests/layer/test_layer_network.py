@@ -21,8 +21,9 @@ from tiers import slow
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import comet.schedule.network
 from comet.errors import CommTimeoutError, StepFailedError
-from comet.kernels.network.legs import Leg
+from comet.kernels.network.legs import Leg, Message
 from comet.kernels.runtime.activation import Activation
 from comet.kernels.runtime.faults import Place
 from comet.layer.nodes import NodesPath
@@ -55,6 +56,22 @@ def test_kernels_compute_what_the_oracle_does(cases: list[LayerCase]) -> None:
     run_ranks(run_cases, cases[0].world_size, cases, "fused", interpret=True)
 
 
+RING = LayerCase("ring", 4, 1, (5, 0, 140, 2), num_experts=8, node_size=1, calls=3, delay_s=0.05, backend="cpu_shm")
+RING_CASES = [RING, replace(RING, name="ring, all to one node", routing="first_half", num_tokens=(3, 7, 0, 1))]
+
+
+def run_rings(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
+    """The cases with memory for two of three slots, which computes as many nodes do."""
+    comet.schedule.network.RING, comet.schedule.network.RING_ROWS = 2, 0
+    run_cases(rank, world_size, cases, path)
+
+
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
+def test_slots_that_take_turns_in_memory_compute_what_the_oracle_does(path: str) -> None:
+    cases = [replace(case, backend="auto") for case in RING_CASES] if path == "twin" else RING_CASES
+    run_ranks(run_rings, 4, cases, path, interpret=path == "fused")
+
+
 def rails_of(moe: MoE) -> DeviceRails:
     path = moe.experts
     assert isinstance(path, NodesPath)
@@ -66,8 +83,8 @@ def hurry(moe: MoE, legs_s: float, inner_s: float = 60.0) -> None:
     """Set the deadlines of waits for other nodes, and of waits inside the node, once all ranks are here."""
     dist.barrier()
     rails = rails_of(moe)
-    out, home = (replace(leg, timeout_ns=int(legs_s * 1e9)) for leg in rails.legs[:2])
-    rails.legs = Legs(out, home, rails.legs.ranks)
+    out, home, room = (leg and replace(leg, timeout_ns=int(legs_s * 1e9)) for leg in rails.legs[:3])
+    rails.legs = Legs(out, home, room, rails.legs.ranks)
     rails.nodes.inner.comm.timeout_s = inner_s
 
 
@@ -164,9 +181,9 @@ def test_a_rank_of_another_node_that_does_not_come_is_named(rank: int, world_siz
     rails, inputs, ends = rails_of(moe), rank_inputs(TWO, rank), []
     whole = rails.put
 
-    def put_no_sums(leg: Leg, *given: object) -> None:
+    def put_no_sums(leg: Leg, message: Message) -> None:
         if not leg.is_home:
-            whole(leg, *given)
+            whole(leg, message)
 
     def missed(attempt: Callable[[], object], place: str) -> None:
         """Rank 0 misses rank 1, and checks first."""
@@ -174,7 +191,7 @@ def test_a_rank_of_another_node_that_does_not_come_is_named(rank: int, world_siz
         attempt()
         said = moe.group.workspace.timeout()
         if rank == 0:
-            assert re.match(rf"rank 0 waited \S+ s for rank 1 \({place} from its node, chunk 0, ", said), said
+            assert re.match(rf"rank 0 waited \S+ s for rank 1 \({place} from node 1, chunk 0, ", said), said
             with pytest.raises(CommTimeoutError, match=f"^rank 0 waited .* for rank 1 .{place}"):
                 moe.group.workspace.check()
             with pytest.raises(StepFailedError, match=r"failed on rank 0 .* for rank 1"):
@@ -235,6 +252,34 @@ def test_no_rank_goes_on_without_what_a_peer_of_its_node_lacks(rank: int, world_
     moe.group.close()
 
 
+@pytest.mark.slow
+@in_ranks(4, interpret=True)
+def test_a_rank_that_does_not_tell_of_room_is_named_and_gets_no_guests(rank: int, world_size: int) -> None:
+    comet.schedule.network.RING, comet.schedule.network.RING_ROWS = 2, 0
+    moe = build_layer(RING, rank, "fused")
+    rails, flags = rails_of(moe), rails_of(moe).legs.out.flags
+    whole, lost = rails.put, {"room": rank == 3}
+
+    def put_no_room(leg: Leg, message: Message) -> None:
+        if leg is not rails.legs.room or not lost["room"]:
+            whole(leg, message)
+
+    rails.put = put_no_room
+    hurry(moe, DEADLINE_S * (2 if rank == 2 else 10))
+    moe.routed_experts(*rank_inputs(RING, rank).routed)
+    dist.barrier()
+    said = moe.group.workspace.timeout()
+    if rank == 2:
+        assert re.match(r"rank 2 waited \S+ s for rank 3 \(room for guests on node 3, chunk 0, ", said), said
+    if rank == 3:
+        assert not flags[0, :, 0].any()
+    with pytest.raises((CommTimeoutError, StepFailedError)):
+        moe.group.workspace.check()
+    lost["room"] = False
+    recover(moe, RING, rank)
+    moe.group.close()
+
+
 def kill_rank_1(rank: int, world_size: int) -> str:
     moe = build_layer(TWO, rank, "fused")
     hurry(moe, DEADLINE_S)
@@ -250,7 +295,7 @@ def kill_rank_1(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_is_killed_is_named() -> None:
     said, _ = run_ranks(kill_rank_1, 2, interpret=True, may_die=[1])
-    assert re.match(r"rank 0 waited \S+ s for rank 1 \(guests from its node", said), said
+    assert re.match(r"rank 0 waited \S+ s for rank 1 \(guests from node 1", said), said
 
 
 @in_ranks(2, interpret=True)
@@ -272,9 +317,9 @@ def test_a_host_that_breaks_off_stops_all_until_a_restart(rank: int, world_size:
     moe.group.close()
 
 
-def noted(starts: list[int], put: Callable[..., None], leg: Leg, x: Tensor, *given: object) -> None:
-    starts.append(x.data_ptr() % 16)
-    put(leg, x, *given)
+def noted(starts: list[int], put: Callable[..., None], leg: Leg, message: Message) -> None:
+    starts.append(message.x.data_ptr() % 16)
+    put(leg, message)
 
 
 @in_ranks(2, interpret=True)

@@ -9,25 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, rank_inputs
-from layer_ranks import build_layer, check_call, make_layer, open_group, run_case, run_cases, train_call
+from layer_ranks import build_layer, check_call, choose_runs, make_layer, open_group, run_case, run_cases, train_call
 from ranks import in_ranks, logged, run_ranks
 from torch.utils.checkpoint import checkpoint
 
 import comet.comm.base
 import comet.layer.nodes
 import comet.layer.paths
-import comet.layer.rails.network
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import AgreedError, StepFailedError
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import make_expert_group
-from comet.layer.nodes import NodesPath
+from comet.layer.nodes import NodesPath, problem_over
 from comet.layer.paths import CollectivePath, make_path, path_to_train
 from comet.layer.sharding import local
 from comet.layer.workspace import rank_pool_bytes
 from comet.moe import MoE
 from comet.schedule.choice import Problem
-from comet.schedule.network import expected_rows, row_bytes
+from comet.schedule.network import Runs, expected_rows, row_bytes
 from comet.schedule.table import Measured, Profile, key_of
 from comet.tuner.layers import recover, with_pool
 
@@ -62,17 +61,18 @@ OPEN = dict(max_tokens=20, dtype=torch.float32, device="cpu", timeout_s=60.0)
 def split_runs(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
     """The cases with own tokens in two runs, as large pools have them, and weight gradients in one product."""
     comet.layer.nodes.MERGED_SIZE = 10**6
-    comet.layer.nodes.SPLIT_TOKENS = comet.layer.rails.network.SPLIT_TOKENS = 1
+    choose_runs(Runs(2, is_split=True))
     run_cases(rank, world_size, cases, path)
 
 
 def added_runs(rank: int, world_size: int, cases: list[LayerCase], path: str) -> None:
     """The cases with weight gradients that are added up run by run."""
     comet.layer.nodes.MERGED_SIZE = 0
+    choose_runs(Runs(1, is_split=False))
     run_cases(rank, world_size, cases, path)
 
 
-@pytest.mark.parametrize("runs", [added_runs, split_runs], ids=["one run", "split"])
+@pytest.mark.parametrize("runs", [added_runs, split_runs, run_cases], ids=["added", "split", "joined"])
 def test_torch_over_nodes_computes_what_the_oracle_does(runs) -> None:
     run_ranks(runs, 4, CASES, "twin")
 
@@ -98,6 +98,7 @@ RAILS_OF_THREE = LayerCase(
 def test_kernels_carry_guests_in_the_interpreter() -> None:
     run_ranks(split_runs, 2, RAIL_CASES, "fused", interpret=True)
     run_ranks(added_runs, 3, [RAILS_OF_THREE], "fused", interpret=True)
+    run_ranks(run_cases, 3, [RAILS_OF_THREE], "fused", interpret=True)
 
 
 def outputs(rank: int, world_size: int, case: LayerCase) -> list[torch.Tensor]:
@@ -353,7 +354,7 @@ def test_a_group_over_nodes_looks_after_its_rails_and_its_pool(rank: int, world_
     case = LayerCase("two nodes", 2, 1, (7, 9), node_size=1)
     group = open_group(case)
     assert group.nodes is not None
-    assert group.workspace.num_bytes == rank_pool_bytes(group.workspace.shape, case.parallel)
+    assert group.workspace.num_bytes == rank_pool_bytes(problem_over(case.config, group))
     # A node closes when its own ranks do; rails go, and are broken off, with the group.
     assert group.nodes.rails in group.process_groups
     assert group.nodes.rails in group.comm.process_groups

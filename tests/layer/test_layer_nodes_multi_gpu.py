@@ -8,15 +8,14 @@ import pytest
 import torch
 from gpus import ON_GPUS, captured
 from layer_cases import LayerCase, rank_inputs
-from layer_ranks import build_layer, run_case
+from layer_ranks import build_layer, choose_runs, run_case
 from ranks import run_ranks
 from remote_link import build_plugin, preload
 
-import comet.layer.nodes
-import comet.layer.rails.network
 from comet.graphed.moe import GraphedMoE
 from comet.layer.nodes import NodesPath
 from comet.layer.rails.network import DeviceRails
+from comet.schedule.network import Runs
 
 MAPPED = dict(dtype=torch.bfloat16, backend="symm_mem")
 TWO = LayerCase("two nodes", 2, 1, (700, 650), 8, 2, 512, 512, node_size=1, calls=4, **MAPPED)
@@ -40,7 +39,7 @@ def run_parts(rank: int, world_size: int, cases: list[LayerCase], library: str =
     """The cases with own tokens and guests in two runs each; over NVSHMEM if a plugin is given."""
     if library:
         preload(Path(library), gbs=20, latency_us=5)
-    comet.layer.nodes.SPLIT_TOKENS = comet.layer.rails.network.SPLIT_TOKENS = 1
+    choose_runs(Runs(1, is_split=True))
     for case in cases:
         run_case(rank, world_size, replace(case, backend="nvshmem") if library else case, "fused", "cuda")
 

@@ -26,6 +26,7 @@ from comet.layer.workspace import (
 )
 from comet.layout import ExpertLayout, round_up
 from comet.router.router import watch_finite
+from comet.schedule.choice import Problem
 
 CPU = torch.device("cpu")
 
@@ -40,14 +41,16 @@ def make_workspace(timeout_s: float = 30.0, **changes) -> Workspace:
 
 
 def test_worked_example_of_the_memory_between_nodes() -> None:
-    shape, parallel = make_shape(world_size=4), ParallelConfig(ep=4, node_size=2)
+    shape = make_shape(world_size=4)
+    moe = MoEConfig(hidden_size=64, ffn_size=16, num_experts=4, top_k=2)
+    problem = Problem(moe, ParallelConfig(ep=4, node_size=2), 100, torch.float32)
     regions = leg_regions(shape, 2)
     assert {name: dims for name, (dims, _) in regions.items() if name.startswith("home")} == {
         "home_words": (1, 528), "home_rows": (1, 128, 64), "home_flags": (1, 2, 2),
     }  # fmt: skip
-    inside = workspace_bytes(replace(shape, world_size=2))
+    inside = workspace_bytes(replace(shape, world_size=2, max_tokens=256))  # tokens of both nodes are one run
     network = 2 * (2304 + 32768 + 256)
-    assert [rank_pool_bytes(shape, parallel, backend) - inside for backend in ("auto", "cpu_shm", "nvshmem")] == [
+    assert [rank_pool_bytes(problem, backend) - inside for backend in ("auto", "cpu_shm", "nvshmem")] == [
         0, network, 2 * network,
     ]  # fmt: skip
 

@@ -5,12 +5,17 @@ which need counts on the host. ``comet.layer.rails.network.DeviceRails`` sends b
 
 A rank sends once per *slot*: from node n of N, slot s leads to node n + 1 + s, modulo N. What arrives in a slot comes
 from node n - 1 - s, and goes home to it.
+
+Over many nodes memory is a *ring* of R slots (``comet.schedule.network.ring_slots``). Slots 0 to R - 1 leave at once.
+When the guests of slot s are computed, their sums leave, those of slot s - 1 are waited for and added up, and then slot
+s + R - 1 leaves. So at most R slots are under way each way. Own tokens are added last then, and in the order of the
+nodes where all slots have memory.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +33,7 @@ from comet.comm.collectives import (
 from comet.comm.handshake import to_host
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout, RoutedTokens
+from comet.schedule.network import ring_slots
 
 
 class Stop(NamedTuple):
@@ -63,18 +69,24 @@ class Trip(ABC):
 
 
 class Rails(ABC):
-    """This rank's links to its rail peers, for one layer."""
+    """This rank's links to its rail peers, for one layer.
+
+    Args:
+        at_once: Whether guests of all slots may be asked for before any goes home, whatever memory they take.
+    """
 
     num_parts = 1  # the guests of a slot are computed in so many runs
     collectives: bool  # whether passes run collectives of ``torch.distributed``
     num_bytes = 0  # sent so far, where the host knows it
 
-    def __init__(self, group: ExpertGroup, layout: ExpertLayout) -> None:
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout, *, at_once: bool = False) -> None:
         assert group.nodes is not None, "rails lead to other nodes"
         self.group, self.layout, self.nodes = group, layout, group.nodes
         self.experts_per_node = layout.num_experts // self.nodes.num_nodes
         self.slots = range(self.nodes.num_nodes - 1)
         self.most_guests = group.workspace.max_tokens  # a stop has at most so many
+        self.ring = len(self.slots) if at_once else ring_slots(self.nodes.num_nodes, self.most_guests)
+        self.is_ring = self.ring < len(self.slots)  # whether slots take turns in memory
 
     @property
     def stops(self) -> list[Stop]:
@@ -143,8 +155,8 @@ class CollectiveRails(Rails):
 
     collectives = True
 
-    def __init__(self, group: ExpertGroup, layout: ExpertLayout) -> None:
-        super().__init__(group, layout)
+    def __init__(self, group: ExpertGroup, layout: ExpertLayout, *, at_once: bool = False) -> None:
+        super().__init__(group, layout, at_once=at_once)
         assert group.process_group is not None, "several nodes have several ranks"
         self.steps = CollectiveSteps(group.comm, group.process_group, group.workspace.layers_made)
 
@@ -157,7 +169,7 @@ class CollectiveRails(Rails):
         """
         number = self.steps.begin(0, trains=trains)
         rows = self.rows_of(routed.top_k_ids, trains=trains)
-        return CollectiveTrip(self, rows, number, [self.send(slot, rows, routed) for slot in self.slots])
+        return CollectiveTrip(self, rows, number, len(routed.tokens), lambda slot: self.send(slot, rows, routed))
 
     def depart_backward(self, kept: Sequence[Tensor], grad: Tensor) -> CollectiveTrip:
         """Raises ``AgreedError`` where ranks begin backward passes of different calls."""
@@ -165,11 +177,12 @@ class CollectiveRails(Rails):
         number, *numbers = counts.tolist()
         rows = NodeRows(tokens, tuple(numbers[: self.nodes.num_nodes]), tuple(numbers[self.nodes.num_nodes :]))
         self.steps.begin(number)
-        coming = [
-            self.exchange(self.target(slot), self.source(slot), rows, grad[tokens[rows.sent(self.target(slot))]])
-            for slot in self.slots
-        ]
-        return CollectiveTrip(self, rows, number, coming)
+
+        def send(slot: int) -> Travelling:
+            target = self.target(slot)
+            return self.exchange(target, self.source(slot), rows, grad[tokens[rows.sent(target)]])
+
+        return CollectiveTrip(self, rows, number, len(grad), send)
 
     def rows_of(self, top_k_ids: Tensor, *, trains: bool) -> NodeRows:
         """Decide which tokens travel where; waits once for the device; collective over the group.
@@ -219,9 +232,13 @@ class CollectiveRails(Rails):
 class CollectiveTrip(Trip):
     """A pass by collectives."""
 
-    def __init__(self, rails: CollectiveRails, rows: NodeRows, number: int, coming: list[Travelling]) -> None:
-        self._rails, self._rows, self._number, self._coming = rails, rows, number, coming
-        self._returning: list[Travelling] = []
+    def __init__(
+        self, rails: CollectiveRails, rows: NodeRows, number: int, num_tokens: int, send: Callable[[int], Travelling]
+    ) -> None:
+        self._rails, self._rows, self._number, self._num_tokens, self._send = rails, rows, number, num_tokens, send
+        self._coming = {slot: send(slot) for slot in rails.slots[: rails.ring]}
+        self._returning: dict[int, Travelling] = {}  # own results take the slot behind the last
+        self._totals: list[Tensor] = []
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -238,21 +255,33 @@ class CollectiveTrip(Trip):
         return self._coming[at.slot].arrived()[0]
 
     def send_home(self, at: Stop, *results: Tensor) -> None:
-        rails, back = self._rails, self._rows.reversed
-        self._returning.append(rails.exchange(rails.source(at.slot), rails.target(at.slot), back, *results))
+        """Send results; in a ring also add up what came home before, and send the guests that take its memory."""
+        rails, slot = self._rails, at.slot
+        back = rails.exchange(rails.source(slot), rails.target(slot), self._rows.reversed, *results)
+        self._returning[slot] = back
+        del self._coming[slot]
+        if rails.is_ring and slot:
+            self._add(slot - 1)
+            for following in rails.slots[slot + rails.ring - 1 : slot + rails.ring]:
+                self._coming[following] = self._send(following)
 
     def arrive(self, *own: Tensor) -> tuple[Tensor, ...]:
-        returned = zip(*(each.arrived() for each in self._returning), strict=True)
-        return tuple(self._add(mine, theirs) for mine, theirs in zip(own, returned, strict=True))
+        """Add up in the order of the nodes; in a ring what is left, own results last."""
+        rails, num_nodes = self._rails, self._rails.nodes.num_nodes
+        self._returning[num_nodes - 1] = Travelling(own, ())
+        in_order = [(node - rails.nodes.node - 1) % num_nodes for node in range(num_nodes)]
+        for slot in range(num_nodes - 2, num_nodes) if rails.is_ring else in_order:
+            self._add(slot)
+        return tuple(total.to(mine.dtype) for total, mine in zip(self._totals, own, strict=True))
 
-    def _add(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Own sums ``(T, ..)`` and those of each slot ``(S, ..)``, added up by node."""
-        rails, rows = self._rails, self._rows
-        total = torch.zeros(own.shape, dtype=accumulator_dtype(own.dtype), device=own.device)
-        for node in range(rails.nodes.num_nodes):
-            if node == rails.nodes.node:
-                total += own
+    def _add(self, slot: int) -> None:
+        """Add what comes home through a slot to the totals, or own results."""
+        parts = self._returning.pop(slot).arrived()
+        if not self._totals:
+            sums = ((each.shape[1:], accumulator_dtype(each.dtype)) for each in parts)
+            self._totals = [parts[0].new_zeros(self._num_tokens, *shape, dtype=dtype) for shape, dtype in sums]
+        for total, part in zip(self._totals, parts, strict=True):
+            if slot == len(self._rails.slots):
+                total += part
             else:
-                part = others[(node - rails.nodes.node - 1) % rails.nodes.num_nodes]
-                total.index_add_(0, rows.tokens[rows.sent(node)], part.to(total.dtype))
-        return total.to(own.dtype)
+                total.index_add_(0, self._rows.tokens[self._rows.sent(self._rails.target(slot))], part.to(total.dtype))

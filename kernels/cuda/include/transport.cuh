@@ -13,6 +13,7 @@ struct Delivery {
     int* flag_at_peer;   // if that is mapped
     u64* flag;           // this rank's address of the flag
     int value, rank;     // of the flag, which grows; the peer's number
+    bool is_nbi;         // whether the block may go on before NVSHMEM has read what it wrote
 };
 
 // The peer's memory is mapped: the block has written there.
@@ -30,12 +31,12 @@ template <threadgroup_t SCOPE>
 __device__ void nvshmemi_transfer_put_signal(void* target, void* source, unsigned long bytes, void* signal,
                                              unsigned long value, nvshmemi_amo_t operation, int pe, bool nbi);
 
-// The network takes it from staging memory, and raises the flag behind it. No thread waits for it.
+// The network takes it from staging memory, and raises the flag behind it.
 struct Nvshmem {
     static __device__ __forceinline__ void deliver(const Delivery& delivery) {
         nvshmemi_transfer_put_signal<nvshmemi_threadgroup_block>(
             delivery.arrives, delivery.written, delivery.bytes, delivery.flag, u64(delivery.value),
-            NVSHMEMI_AMO_SIGNAL_SET, delivery.rank, true);
+            NVSHMEMI_AMO_SIGNAL_SET, delivery.rank, delivery.is_nbi);
     }
 };
 #endif

@@ -8,6 +8,7 @@ from ranks import in_ranks
 
 from comet.kernels.network.legs import LegShape, SendLists
 from comet.kernels.network.listing import list_tokens
+from comet.kernels.runtime.faults import Place
 
 CHUNK = 128
 
@@ -15,9 +16,10 @@ CHUNK = 128
 def listed(ids: torch.Tensor, weights: torch.Tensor, num_nodes: int, node: int, per_node: int) -> SendLists:
     num_tokens, top_k = ids.shape
     most, slots = -(-num_tokens // CHUNK) * CHUNK, num_nodes - 1
-    shape = LegShape(num_nodes, most // CHUNK, CHUNK, slot_words=0, header=0, is_home=False, interpret=True)
-    sizes = ((slots, most), (slots, most), (slots,), (slots, most, 2 * top_k))
-    lists = SendLists(*(torch.full(size, -7, dtype=torch.int32) for size in sizes))
+    sizes = dict(ring=slots, num_chunks=most // CHUNK, chunk=CHUNK, slot_words=0, header=0)
+    shape = LegShape(num_nodes, **sizes, place=Place.GUESTS, is_home=False, interpret=True)
+    sizes_of = ((slots, most), (slots, most), (slots,), (slots, most, 2 * top_k))
+    lists = SendLists(*(torch.full(size, -7, dtype=torch.int32) for size in sizes_of))
     list_tokens(ids, weights, lists, node, per_node, shape)
     return lists
 

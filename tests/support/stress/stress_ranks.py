@@ -16,12 +16,14 @@ from stress_cases import LAYERS, Stress, StressCase
 from torch import Tensor
 
 import comet.layer.nodes
-import comet.layer.rails.network
+import comet.schedule.network
 from comet.kernels.runtime.limits import CHUNK_ROWS
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import make_path
 from comet.moe import MoE
 from comet.quantization.formats import FP8
+from comet.schedule.choice import Problem
+from comet.schedule.network import Runs, ring_slots
 
 CASE_S = 1800.0  # a rank that spends longer on a case ends with its stacks in the log
 
@@ -50,15 +52,21 @@ class Layer:
         return cls(make_layer(case, rank, path, group), (w1, w2), in_fp8)
 
 
+def runs_by_size(problem: Problem, *_: object, joins: bool = True) -> Runs:
+    """One run, few or many, by the size of the pool."""
+    chunks = problem.num_tokens // CHUNK_ROWS
+    if joins and chunks % 2 and ring_slots(problem.num_nodes, problem.num_tokens) == problem.num_nodes - 1:
+        return Runs(0, is_split=False)
+    return Runs(1 + chunks % 2, is_split=chunks > 1)
+
+
 def run_batch(rank: int, world_size: int, stress: Stress, indices: range) -> Outcome:
     """Run the cases ``indices`` up to the first that fails, or until time is up, each with its command in the log.
 
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
     device = torch.device(stress.device)
-    comet.layer.nodes.SPLIT_TOKENS = comet.layer.rails.network.SPLIT_TOKENS = (
-        2 * CHUNK_ROWS
-    )  # so that some pools are split
+    comet.layer.nodes.best_runs = comet.schedule.network.best_runs = runs_by_size
     torch.use_deterministic_algorithms(device.type == "cpu")
     outcome = Outcome([], indices.stop)
     for number, members in groupby(indices, key=stress.family_of):
