@@ -18,6 +18,7 @@ from torchtitan.protocols.module import Module
 from comet.config import MoEConfig, require
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, join_expert_group
+from comet.layer.operator import Operand, call
 from comet.layer.paths import ExpertPath, make_path
 from comet.layout import Biases, RoutedTokens
 from comet.limits import Limited, Natural, Positive, at_least, one_of
@@ -147,6 +148,7 @@ class CometRoutedExperts(RoutedExperts):
             activation=self.family.activation(experts),
             expert_bias=self.family.has_bias,
         )
+        self.operand = Operand(self)
         self.ep_mesh: Any = None
         self.max_tokens = 0
         self.path: ExpertPath | None = None
@@ -171,21 +173,24 @@ class CometRoutedExperts(RoutedExperts):
     ) -> Tensor:
         """Return ``(B, L, D)``, the weighted sum of each token's experts; arguments and names are torchtitan's."""
         del num_local_tokens_per_expert_E  # the plan counts
+        routed = x_BLD, topk_scores_BLK, topk_expert_ids_BLK
+        if torch.compiler.is_compiling():
+            return call(self.operand, self, *routed)[0]
+        return self.run(*routed)[0]
+
+    def run(self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor) -> tuple[Tensor, tuple[()]]:
+        """Run the layer as ``forward`` does, with no statistics: in compiled code an operator calls this."""
         tokens, top_k = x_BLD.flatten(0, 1), topk_expert_ids_BLK.shape[-1]
         path = self._path_for(tokens)
-        parameters = [local_part(name, getattr(self.inner_experts, name), self.ep_mesh) for name in self.family.names]
+        held = [getattr(self.inner_experts, name) for name in self.family.names]
+        parameters = [each.to_local() if isinstance(each, DTensor) else each for each in held]
         w1, w2, biases = self.family.weights(*parameters)
         ids, scores = topk_expert_ids_BLK.view(-1, top_k), topk_scores_BLK.view(-1, top_k)
         routed = RoutedTokens(tokens.to(DTYPE), ids.int(), scores.float())
-        return path(routed, w1, w2, biases).to(x_BLD.dtype).view_as(x_BLD)
+        return path(routed, w1, w2, biases).to(x_BLD.dtype).view_as(x_BLD), ()
 
     def _path_for(self, tokens: Tensor) -> ExpertPath:
         """Return the path, after a look at what went wrong before; make it where there is none for so many tokens."""
-        require(
-            not torch.compiler.is_compiling(),
-            "compile.components must be without 'model' (--compile.components loss): ranks wait for each other in a "
-            "layer of Comet, through memory that the compiler does not see",
-        )
         require(
             not is_capturing(tokens.device),
             "training.disable_cuda_graphs=False must be True: torchtitan's graph would hold Comet's waits for ranks",
@@ -193,6 +198,8 @@ class CometRoutedExperts(RoutedExperts):
         if self.checked is not None:
             self.checked.workspace.check()  # the host waits: torchtitan's own dispatcher does so in every layer
         if self.path is None or len(tokens) > self.max_tokens:
+            for name in self.family.names:
+                check_mesh(name, getattr(self.inner_experts, name), self.ep_mesh)
             self.max_tokens = max(1, len(tokens))
             ranks = None if self.ep_mesh is None else self.ep_mesh.get_group()
             group = group_of(ranks, self.moe, self.max_tokens, tokens.device, self.options)
@@ -201,18 +208,15 @@ class CometRoutedExperts(RoutedExperts):
         return self.path
 
 
-def local_part(name: str, weight: Tensor, ep_mesh: Any) -> Tensor:
-    """Return this rank's experts of a parameter, differentiably; raises ``ValueError`` for parts of another mesh."""
+def check_mesh(name: str, weight: Tensor, ep_mesh: Any) -> None:
+    """Raise ``ValueError`` unless a parameter is whole, or one that each EP rank has its experts of."""
     if not isinstance(weight, DTensor):
-        return weight
+        return
     names = weight.device_mesh.mesh_dim_names or ()
     parts = {name: each for name, each in zip(names, weight.placements, strict=True) if not each.is_replicate()}
     found = "ep" in parts and weight.device_mesh["ep"]
     require(
         parts == {"ep": Shard(0)} and found == ep_mesh,
-        lambda: (
-            f"{name} on {weight.device_mesh} with {weight.placements} must be split by Shard(0) over {ep_mesh}, "
-            "torchtitan's EP mesh alone"
-        ),
+        f"{name} on {weight.device_mesh} with {weight.placements} must be split by Shard(0) over {ep_mesh}, "
+        "torchtitan's EP mesh alone",
     )
-    return weight.to_local()

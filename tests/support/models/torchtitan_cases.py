@@ -91,13 +91,21 @@ def model_spec(model: str, num_layers: int = 2) -> Any:
 
 
 def make_trainer(
-    model: str, imports: list[Any], *, steps: int = 50, num_layers: int = 2, folder: Path | None = None, **fields: Any
+    model: str,
+    imports: list[Any],
+    *,
+    steps: int = 50,
+    num_layers: int = 2,
+    folder: Path | None = None,
+    load_step: int = -1,
+    **fields: Any,
 ) -> Any:
     """A trainer of torchtitan with its own losses, optimizer and parallelism, on made-up text.
 
     Args:
         imports: Of ``override.imports``.
-        folder: Where checkpoints go; ``None`` writes none.
+        folder: Where checkpoints of each second step go; ``None`` writes none.
+        load_step: Of the checkpoint to go on from, after which none is written.
         fields: Of ``ParallelismConfig``, of ``TrainingConfig``, or of the trainer's configuration.
     """
     from torchtitan.components.checkpointer import CheckpointManager
@@ -112,7 +120,7 @@ def make_trainer(
     training = {name: fields.pop(name) for name in list(fields) if name in TrainingConfig.__slots__}
     tokenizer, dataloader = data_classes()
     sizes = dict(local_batch_size=2, seq_len=32, mixed_precision_param="float32", disable_cuda_graphs=True)
-    return Trainer.Config(
+    trainer = Trainer.Config(
         model_spec=spec,
         dump_folder=str(folder),
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
@@ -123,11 +131,27 @@ def make_trainer(
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(steps=steps, **(sizes | training)),
         parallelism=ParallelismConfig(**({"spmd_backend": "partial_dtensor"} | parallelism)),
-        checkpoint=CheckpointManager.Config(enable=folder is not None, interval=25, last_save_model_only=False),
+        checkpoint=CheckpointManager.Config(
+            enable=folder is not None,
+            interval=2,
+            last_save_model_only=False,
+            load_step=load_step,
+            load_only=load_step > 0,
+        ),
         debug=DebugConfig(seed=3),
         override=OverrideConfig(imports=imports),
         **({"activation_checkpoint": None} | fields),
     ).build()
+    if trainer.parallel_dims.pp_enabled:
+        trainer.pp_schedule.step = partial(_step_of_microbatches, trainer.pp_schedule)
+    return trainer
+
+
+def _step_of_microbatches(schedule: Any, **microbatches: Any) -> None:
+    """Run a schedule of one stage on microbatches, which torch 2.13 takes from a whole batch only."""
+    schedule._stage.has_backward = True
+    schedule._stage.clear_runtime_states()
+    schedule._step_microbatches(**microbatches)
 
 
 def train(trainer: Any) -> list[tuple[float, float]]:
