@@ -47,7 +47,9 @@ def saved_by(layers: dict, **layout: int) -> Checkpoint:
 
 
 def group_on(kind: str, num_nodes: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(world_size=1, parallel=ParallelConfig(), device=torch.device(kind), num_nodes=num_nodes)
+    return SimpleNamespace(
+        world_size=1, parallel=ParallelConfig(), device=torch.device(kind), num_nodes=num_nodes, nodes=None
+    )
 
 
 def test_a_kept_split_is_that_of_the_checkpoint_where_device_and_layout_are(tmp_path, monkeypatch):
