@@ -255,16 +255,18 @@ def digest_of(model: nn.Module) -> str:
 def require_same_model(group: ExpertGroup, model: nn.Module) -> None:
     """Raise ``ValueError`` on all ranks that hold other models (collective), as of folders on the disk of each node."""
     if group.process_group is not None:
-        _require_same_digests(gather(group.process_group, digest_of(model)))
+        _require_same(gather(group.process_group, (digest_of(model),)))
 
 
-def _require_same(what: str, values: Sequence[Any], advice: str) -> None:
-    others = [rank for rank, value in enumerate(values) if value != values[0]]
-    require(not others, f"{what} of ranks {others} must be as on rank 0: {advice}")
-
-
-def _require_same_digests(digests: Sequence[str]) -> None:
-    _require_same("model", digests, "all but its experts is on every rank, with equal weights; is the folder the same?")
+def _require_same(found: Sequence[tuple[Any, ...]]) -> None:
+    """Raise ``ValueError`` unless all ranks have the same digest of the model, and of ``input_ids`` where given."""
+    rules = {
+        "model": "all but its experts is on every rank, with equal weights; is the folder the same?",
+        "input_ids": "all ranks take the same tokens, and each computes its part of the experts",
+    }
+    for (what, advice), values in zip(rules.items(), zip(*found, strict=True), strict=False):
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        require(not others, f"{what} of ranks {others} must be as on rank 0: {advice}")
 
 
 @uncompiled
@@ -284,7 +286,5 @@ def _require_same_prompts(
     if cache is not None and cache.get_seq_length():
         return
     assert group.process_group is not None
-    mine = ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()
-    prompts, digests = zip(*gather(group.process_group, (mine, digest)), strict=True)
-    _require_same_digests(digests)
-    _require_same("input_ids", prompts, "all ranks take the same tokens, and each computes its part of the experts")
+    prompt = ids.shape, hashlib.sha256(ids.cpu().numpy().tobytes()).digest()
+    _require_same(gather(group.process_group, (digest, prompt)))

@@ -41,7 +41,7 @@ MADE_WITH = {"swiglu": "SiLU", "geglu": "GELU of the tanh form", "reglu": "ReLU"
 ADAPTED = ".base_layer"  # ends the name of experts whose parameters have adapters of PEFT
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of a shared expert
 OWN_EP = "_is_expert_parallel"  # transformers' own expert parallelism
-WIDE, NARROW = 4, 3  # D and F of samples
+TWO, WIDE, NARROW = 2, 4, 3  # E, D and F of samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,18 +204,18 @@ def check_experts(experts: nn.Module, name: str) -> Activation:
 @torch.no_grad()
 def check_arithmetic(module: Any, name: str, kinds: Sequence[Activation], implementations: Sequence[str]) -> Activation:
     """The activation by which these implementations of transformers agree with Comet; ``ValueError`` if none does."""
-    num_experts, tokens = min(2, len(module.down_proj)), sample_rows(WIDE)
-    w1, w2 = samples(num_experts, 2 * NARROW, WIDE), samples(num_experts, WIDE, NARROW)
-    one, biases = samples(1, 1, 1)[[0] * num_experts], None
+    tokens, w1, w2 = sample_rows(WIDE), samples(TWO, 2 * NARROW, WIDE), samples(TWO, WIDE, NARROW)
+    one, biases = tokens.new_ones(TWO, 1, 1), None
     held = {"gate_up_proj": w1, "down_proj": w2, "gate_up_proj_scale_inv": one, "down_proj_scale_inv": one}
     if is_interleaved(module):
-        biases = Biases(samples(num_experts, 2 * NARROW), samples(num_experts, WIDE))
+        biases = Biases(samples(TWO, 2 * NARROW), samples(TWO, WIDE))
         held = {"gate_up_proj": _in_turn(w1).mT, "gate_up_proj_bias": _in_turn(biases.b1)}
         held |= {"down_proj": w2.mT, "down_proj_bias": biases.b2}
-    given = tokens, torch.arange(len(tokens), device="cpu")[:, None] % num_experts, samples(len(tokens), 1).abs()
+    given = tokens, torch.arange(len(tokens), device="cpu")[:, None] % TWO, samples(len(tokens), 1).abs()
     configs = [SimpleNamespace(_experts_implementation=each) for each in implementations]
-    absent = {OWN_EP: False, "has_post_expert_norm": False}  # some versions record neither
-    asked = [twin(module, _parameters=held, config=each, **absent) for each in configs]
+    # Experts over ranks count their own; some versions record neither flag.
+    whole = {"num_experts": TWO, OWN_EP: False, "has_post_expert_norm": False}
+    asked = [twin(module, _parameters=held, config=each, **whole) for each in configs]
     for activation in kinds:
         wanted = reference_experts(*given, w1, w2, activation=activation, biases=biases)
         if all(_answers(each, wanted, *given) for each in asked):

@@ -22,7 +22,7 @@ from ranks import in_ranks
 from torch import nn
 
 from comet.integrations import hf
-from comet.integrations.hf.families import Family, SharedExpert
+from comet.integrations.hf.families import Family, SharedExpert, check_experts
 from comet.integrations.hf.modules import router_beside
 
 transformers = pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -94,6 +94,13 @@ def test_a_module_that_computes_something_else_is_found(family: str) -> None:
     kind = type(block)
     block.__class__ = type("Other", (kind,), {"forward": lambda self, tokens: 1.001 * kind.forward(self, tokens)})
     assert Family.of(model).shared is None
+
+
+def test_the_last_expert_of_a_rank_is_checked_as_the_others() -> None:
+    """transformers' expert parallelism leaves a rank one of several experts, and counts it alone."""
+    experts: Any = tiny_model("olmoe").model.layers[0].mlp.experts
+    experts.num_experts, experts._is_expert_parallel = 1, True
+    assert check_experts(experts, "experts").name == "swiglu"
 
 
 class Scaled(nn.Module):
