@@ -9,10 +9,13 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 FOLDER = Path(__file__).parents[3] / "build" / "torchtitan"  # ``make torchtitan`` installs torchtitan there
 EXPERTS = "comet.integrations.torchtitan.experts"
@@ -142,9 +145,26 @@ def make_trainer(
         override=OverrideConfig(imports=imports),
         **({"activation_checkpoint": None} | fields),
     ).build()
+    draw_apart(trainer.model_parts)
     if trainer.parallel_dims.pp_enabled:
         trainer.pp_schedule.step = partial(_step_of_microbatches, trainer.pp_schedule)
     return trainer
+
+
+@torch.no_grad()
+def draw_apart(models: list[Any]) -> None:
+    """Draw all but norms again, the same ones for every layout.
+
+    On CPUs torch draws the same numbers for each shard of a ``DTensor``. Experts would be equal in pairs, and so would
+    the router's scores for them: roundings would choose between the two.
+    """
+    for name, held in (each for model in models for each in model.named_parameters()):
+        if isinstance(held, DTensor) and "norm" not in name:
+            plain = name.replace("_checkpoint_wrapped_module.", "")
+            generator = torch.Generator().manual_seed(crc32(plain.encode()))
+            whole = 0.05 * torch.randn(held.shape, generator=generator)
+            size, first = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+            held.to_local().copy_(whole[tuple(slice(start, start + n) for start, n in zip(first, size, strict=True))])
 
 
 def _step_of_microbatches(schedule: Any, **microbatches: Any) -> None:
