@@ -73,7 +73,7 @@ def test_a_variant_runs_its_own_path_only() -> None:
     model, calls = make_model(), []
 
     def noted(name: str, run: Any) -> Any:
-        return lambda *inputs: calls.append(name) or run(*inputs)
+        return FunctionPath(lambda *inputs: calls.append(name) or run(*inputs))
 
     model.own_paths = [noted("own", path) for path in model.own_paths]
     model.other_paths = {name: noted(name, path) for name, path in model.other_paths.items()}
@@ -118,8 +118,7 @@ def no_gradient_of_w1(routed: RoutedTokens, w1: Tensor, *rest: Any) -> Tensor:
 def test_wrong_steps_are_not_timed(wrong: Any) -> None:
     model = make_model(torch.bfloat16)
     model.own_paths = [
-        lambda *inputs, layer=layer: wrong(*inputs, layer.layout, None)  # type: ignore[misc]
-        for layer in model.layers
+        FunctionPath(lambda *inputs, layer=layer: wrong(*inputs, layer.layout, None)) for layer in model.layers
     ]
     checked = Checked(ALONE, model.group.workspace)
     assert check_variants(model, ("comet", "plain"), checked) == {}
