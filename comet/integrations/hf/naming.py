@@ -53,6 +53,8 @@ class Naming:
         experts = next((target[:end] for end in ends if target[:end] in self._experts), None)
         if experts is None:
             return Destination(target, None, None) if target in self._tensors else None
+        if whole != name:  # Scales that nothing took, or codes that lack scales, hold no part.
+            return Destination(target, experts, None)
         leaf = target.removeprefix(f"{experts}.")
         part = (leaf, None) if leaf in FUSED + BIASES else None
         return Destination(target, experts, part if pattern is None else self._part(name, leaf, pattern))
