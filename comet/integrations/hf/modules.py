@@ -109,9 +109,10 @@ def router_beside(model: nn.Module, experts: str, moe: MoEConfig) -> Router:
     weight, bias = getattr(own, "weight", None), getattr(own, BIAS, None)
     is_linear = isinstance(weight, Tensor) and weight.ndim == 2 and not (list(own.children()) or hasattr(own, "bias"))
     require(is_linear, f"{name} ({type(own).__name__}) must have a weight (E, D) and no other, {_ROUTES}")
-    moe = replace(moe, top_k=own.top_k, balance="none" if bias is None else "bias")
-    for field, named in (("num_groups", "num_group"), ("top_groups", "topk_group"), ("routed_scale", _SCALE)):
-        moe = replace(moe, **{field: getattr(own, named, None) or getattr(moe, field)})
+    names = dict(num_groups="num_group", top_groups="topk_group", routed_scale=_SCALE)
+    own_fields: dict[str, Any] = {field: getattr(own, named, None) for field, named in names.items()}
+    given = {field: value for field, value in own_fields.items() if value}
+    moe = replace(moe, top_k=own.top_k, balance="none" if bias is None else "bias", **given)
     for score, renormalize in product(SCORES, (True, False)):
         rule = replace(moe, score=score, renormalize=renormalize)
         if _routes_as(own, rule):
