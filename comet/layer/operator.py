@@ -80,7 +80,9 @@ def call(operand: Operand, layer: Layer, *inputs: Tensor, num_experts: int = 0) 
     wanted = [trains and each.requires_grad for each in (*inputs, *tensors)]
     kind = inputs[0].device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    *results, _ = torch.ops.comet.layer(inputs, held, wanted, autocast, num_experts, operand)
+    # The compiler merges calls of equal arguments, and a record serves one call. It never merges calls of torch.empty.
+    once = torch.empty(0, device="cpu")
+    *results, _ = torch.ops.comet.layer(inputs, held, wanted, autocast, num_experts, operand, once)
     return tuple(results)
 
 
@@ -91,7 +93,7 @@ def _operators() -> torch.library.Library:
     library = torch.library.Library("comet", "FRAGMENT")
     layer = f"{get_opaque_type_name(Operand)} layer"
     given = "Tensor[] inputs, Tensor[] held, bool[] wanted"
-    library.define(f"layer({given}, ScalarType? autocast, int num_experts, {layer}) -> Tensor[]")
+    library.define(f"layer({given}, ScalarType? autocast, int num_experts, {layer}, Tensor once) -> Tensor[]")
     library.define(f"layer_backward(Tensor[] grads, Tensor record, {given}, {layer}) -> Tensor[]")
     library.impl("layer", _forward, "CompositeExplicitAutograd")
     library.impl("layer_backward", _backward, "CompositeExplicitAutograd")
@@ -108,6 +110,7 @@ def _forward(
     autocast: torch.dtype | None,
     num_experts: int,
     operand: Operand,
+    once: Tensor,
 ) -> list[Tensor]:
     layer, record = operand.layer, _Record(1)
     tensors = [*layer.parameters(), *layer.buffers()]
@@ -136,6 +139,7 @@ def _fake_forward(
     autocast: object,
     num_experts: int,
     operand: object,
+    once: Tensor,
 ) -> list[Tensor]:
     x, *_ = inputs
     stats = [x.new_empty(shape, dtype=torch.float32) for shape in ((), (), (num_experts,))] if num_experts else []
@@ -152,7 +156,7 @@ def _backward(
 ) -> list[Tensor]:
     record = operand.records[byte.data_ptr()]
     pairs = [(result, grad) for result, grad in zip(record.results, grads, strict=True) if result.requires_grad]
-    with _recording():
+    with _recording(), _without_hooks(record.inputs):
         found = torch.autograd.grad(
             [result for result, _ in pairs],
             record.inputs,
@@ -176,7 +180,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    given, held, ctx.wanted, _, num_experts, ctx.operand = inputs
+    given, held, ctx.wanted, _, num_experts, ctx.operand, _ = inputs
     ctx.mark_non_differentiable(*output[-2 if num_experts else -1 :])  # loads of experts, and the record
     ctx.num_inputs = len(given)
     ctx.save_for_backward(output[-1], *given, *held)
@@ -187,7 +191,7 @@ def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     given, held = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
     found = iter(torch.ops.comet.layer_backward(grads[:-1], byte, given, held, ctx.wanted, ctx.operand))
     each = [next(found) if wants else None for wants in ctx.wanted]
-    return each[: ctx.num_inputs], each[ctx.num_inputs :], None, None, None, None
+    return each[: ctx.num_inputs], each[ctx.num_inputs :], None, None, None, None, None
 
 
 @contextmanager
@@ -198,3 +202,16 @@ def _recording() -> Iterator[None]:
         excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Suspend the hooks of tensors: the backward pass around the operator calls them, and would call them twice."""
+    hooks = [(each._backward_hooks, dict(each._backward_hooks)) for each in tensors if each._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, kept in hooks:
+            registered.update(kept)

@@ -114,6 +114,30 @@ def test_frozen_parameters_have_no_gradient() -> None:
     assert records(model) == 0
 
 
+def test_hooks_of_parameters_change_a_gradient_once() -> None:
+    model, x, calls = block("twin", 1), torch.randn(9, 32), []
+    for each in model.parameters():
+        each.register_hook(lambda grad: calls.append(0) or 3 * grad)
+    run = compiled(model)
+    for _ in range(2):
+        assert_same(run, model, x)
+    assert len(calls) == 4 * len(list(model.parameters()))
+
+
+def test_a_layer_may_take_the_same_tokens_twice() -> None:
+    model = block("twin", 1)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        x, layer = model.before(x), model.layers[0]
+        (first, stats), (second, others) = layer(x), layer(x)
+        return first.sin() + 2 * second, stats.loss + others.loss
+
+    x = torch.randn(9, 32)
+    wanted = found(run, model, x)
+    assert all(map(torch.equal, found(compiled(run), model, x), wanted))
+    assert records(model) == 0
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_no_result_is_kept_by_what_autograd_recorded(path: str) -> None:
     model, x = block(path, 1, expert_bias=True).layers[0], torch.randn(9, 32, requires_grad=True)
