@@ -13,7 +13,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -100,7 +100,7 @@ class FieldLimits:
         if value is None and self.is_optional:
             return
         self._check_depth(name, value)
-        items, limits = list(_leaves(value)) if self.depth else [value], self.limits
+        items, limits = _items(value, self.depth), self.limits
         kind = Limit(_is(Real), "a number") if OR_INFINITE in limits else KINDS.get(self.kind)
         if kind and not all(kind.holds(item, None) for item in items):
             limits = (kind, *limits)  # the others compare numbers
@@ -125,7 +125,8 @@ class FieldLimits:
             missing, items = missing - 1, [inner for item in items for inner in item]
         if missing and items:
             text = str(value).replace(" ", "")
-            raise ValueError(f"{name}={text} must be a list: write {name}={'[' * missing}{text}{']' * missing}")
+            way = "" if value is None else f": write {name}={'[' * missing}{text}{']' * missing}"
+            raise ValueError(f"{name}={text} must be a list{way}")
 
 
 def check(settings: Any) -> None:
@@ -163,6 +164,6 @@ def limits_of(cls: Any) -> dict[str, FieldLimits]:
     return {name: limits_in(hint) for name, hint in typing.get_type_hints(cls, include_extras=True).items()}
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    for item in value:
-        yield from _leaves(item) if isinstance(item, tuple | list) else [item]
+def _items(value: Any, depth: int) -> list[Any]:
+    """The items inside ``depth`` tuples or lists."""
+    return [item for inner in value for item in _items(inner, depth - 1)] if depth else [value]

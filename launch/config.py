@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from comet.config import check_removed, require
 from comet.generation.source import find_source, model_of, nested
 from comet.jobs.config import JobConfig, TrainJob
-from comet.launch.schema import as_text, build, check_settings, defaults_of, limits_at, setting_names
+from comet.launch.schema import as_text, build, check_settings, check_shape, defaults_of, limits_at, setting_names
 from comet.launch.tasks.registry import TASKS, config_groups, did_you_mean, imported
 from comet.training.checkpoint_folder import names_checkpoint
 from comet.training.saved_settings import NOT_KEPT, covers, escape, flat, read_settings, read_yaml
@@ -266,6 +266,7 @@ def _parse(text: str, settings: type) -> Override:
     require(not override.is_sweep_override(), f"{text} must be {rule}")
     known, value = config_groups().get(name), override.value()
     require(not known or value in known, f"{text} must be one of {', '.join(known or [])}")
+    check_shape(settings, name, value)
     return override
 
 
@@ -301,7 +302,8 @@ def read_file(path: str | None, settings: type) -> tuple[dict[str, Any], dict[st
     twice = next((name for name in found if names.count(name) > 1), "")
     require(not twice, f"--config={path}: {twice} is given twice, with dots and in its section: keep one of them")
     own = [*setting_names(defaults_of(settings))]
-    for name in found:
+    for name, value in found.items():
         if name not in own and not tasks_with(name):
             require_known(name, settings, f"--config={path}: ")
+        check_shape(settings, name, value)
     return nested({name: value for name, value in found.items() if name in own}), choices

@@ -15,7 +15,6 @@ from omegaconf import MISSING as UNSET
 from comet.config import require
 from comet.launch.tasks.registry import did_you_mean
 from comet.limits import FieldLimits, limits_of
-from comet.training.saved_settings import flat
 
 Built = TypeVar("Built")
 OPEN = ("parallel.ep", "overlap.comm_blocks", "overlap.num_panels")  # follow from others unless they are given
@@ -56,18 +55,33 @@ def limits_at(cls: Any, name: str) -> FieldLimits:
     return found
 
 
-def check_settings(cls: type, settings: Mapping[str, Any]) -> None:
+def check_settings(cls: type, settings: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ``ValueError`` for what is no setting, and for a value that no other setting can make right."""
-    for name, value in flat(settings).items():
-        limits = limits_at(cls, name)
-        if is_dataclass(limits.kind):
-            inside = next(iter(limits_of(limits.kind)))  # type: ignore[arg-type]
-            rule = f"must name one of the settings in {name}, such as {name}.{inside}"
-            require(value is None and limits.is_optional, f"{name}={as_text(value)} {rule}")
-        elif limits.kind is None:
-            raise ValueError(f"{name} is no setting{did_you_mean(name, setting_names(defaults_of(cls)))}")
-        elif value is not None or name not in OPEN:
-            limits.check(name, value)
+    for last, value in settings.items():
+        name = f"{prefix}{last}"
+        if isinstance(value, Mapping) and is_dataclass(limits_at(cls, name).kind):
+            check_settings(cls, value, f"{name}.")
+        else:
+            _check_setting(cls, name, value)
+
+
+def check_shape(cls: type, name: str, value: Any) -> None:
+    """Raise ``ValueError`` for what Hydra cannot merge: a list in place of a section, or a section in that of one."""
+    limits = limits_at(cls, name)
+    if isinstance(value, list if is_dataclass(limits.kind) else Mapping if limits.depth else ()):
+        _check_setting(cls, name, value)
+
+
+def _check_setting(cls: type, name: str, value: Any) -> None:
+    limits = limits_at(cls, name)
+    if is_dataclass(limits.kind):
+        inside = next(iter(limits_of(limits.kind)))  # type: ignore[arg-type]
+        rule = f"must name one of the settings in {name}, such as {name}.{inside}"
+        require(value is None and limits.is_optional, f"{name}={as_text(value)} {rule}")
+    elif limits.kind is None:
+        raise ValueError(f"{name} is no setting{did_you_mean(name, setting_names(defaults_of(cls)))}")
+    elif value is not None or name not in OPEN:
+        limits.check(name, value)
 
 
 def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:

@@ -265,6 +265,7 @@ def test_a_mistake_in_the_file_is_one_line(text: str, message: str, tmp_path, ca
     [
         ("train: {steps: abc}", "train.steps='abc' must be a whole number and at least 1"),
         ("train: 3", "train=3 must name one of the settings in train, such as train."),
+        ("train: []", "train=[] must name one of the settings in train, such as train."),
         ("train: {lr: [1]}", "train.lr=[1] must be a finite number and above 0"),
         (
             "train: {cuda_graph: off}",
