@@ -87,8 +87,14 @@ def call(operand: Operand, layer: Layer, *inputs: Tensor, num_experts: int = 0) 
 
 
 @cache
-def _operators() -> torch.library.Library:
-    """Define ``comet::layer`` and its backward pass once: at the first layer, so that an import changes nothing."""
+def _operators() -> torch.library.Library | None:
+    """Define ``comet::layer`` and its backward pass once: at the first layer, so that an import changes nothing.
+
+    A process may have imported another copy of this package before, to compare the two. Then torch has that copy's
+    operator, and refuses to compile layers of this one.
+    """
+    if hasattr(torch.ops.comet, "layer"):
+        return None
     register_opaque_type(Operand, typ="reference")
     library = torch.library.Library("comet", "FRAGMENT")
     layer = f"{get_opaque_type_name(Operand)} layer"

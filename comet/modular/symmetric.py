@@ -86,6 +86,7 @@ class _Symmetric(OverBackend):
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
         """
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         arrive = self.side_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
@@ -174,6 +175,7 @@ class FusedPrepareFinalize(OverBackend):
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
+        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
         handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
         return Received(rows=handle, route=None)
