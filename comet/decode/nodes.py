@@ -65,10 +65,11 @@ class NodesDecode(ABC):
     def __init__(self, group: ExpertGroup, inner: RankDecode, max_tokens: int) -> None:
         assert group.nodes is not None, "the group spans several nodes"
         self.group, self.nodes, self.inner, self.max_tokens = group, group.nodes, inner, max_tokens
-        legs = group.nodes.legs if inner.use_kernels else None
+        legs = group.nodes.legs
+        self.legs: Legs | None = None
         # A step has rows of all nodes at once; where slots take turns in memory, it runs by collectives.
-        self.legs = legs = legs if legs is not None and legs.room is None else None
-        if legs is not None:  # a rank that waited in vain inside its node sends nothing to others, and vice versa
+        if inner.use_kernels and legs is not None and legs.room is None:
+            # A rank that waited in vain inside its node sends nothing to others, and vice versa.
             out, home = (replace(leg, inner_fault=inner.fault) for leg in (legs.out, legs.home))
             self.legs = legs._replace(out=out, home=home)
         self.collectives = self.legs is None
@@ -174,9 +175,8 @@ class _LegSums:
             for node in range(self.num_nodes)
         )
         total = functools.reduce(torch.add, parts)
-        hold_if_captured(
-            self.home.epoch, self.rows, self.counts, self.came, self.no_number
-        )  # the group keeps the epoch
+        # The group keeps the epoch.
+        hold_if_captured(self.home.epoch, self.rows, self.counts, self.came, self.no_number)
         self._pass(self.home, sums, num_rows=0)
         self.home.epoch.add_(1)
         return total
