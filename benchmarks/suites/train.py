@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ class SwitchedModel:
         self.group = group
         with draws_on(group.device):
             self.gpt = GPT(config, group, path=path)
-        cast_parameters(self.gpt, self.gpt.dtype)
+        self.dtype = self.gpt.dtype
+        cast_parameters(self.gpt, self.dtype)
         settings = TrainConfig(steps=SCHEDULE_STEPS, batch_size=batch_size, lr=LEARNING_RATE, warmup_steps=0)
         self.optimizer = make_optimizer(self.gpt, settings)
         generator = torch.Generator().manual_seed(0)
@@ -154,24 +155,34 @@ FIGURES = ("tokens_s", "plain_tokens_s", "x_plain", "rest_share", "loss_error", 
 COLUMNS = ("model", "tokens", "layers", "ep", "tp", *(f"{name}_ms" for name in VARIANTS), *FIGURES)
 
 
-def check_variants(model: SwitchedModel, names: Sequence[str], checked: Checked) -> Row:
-    """Let the variants that run and agree with the plain path be timed; the worst errors (collective)."""
+class Steps(Protocol):
+    """Training steps of one model by variants."""
+
+    dtype: torch.dtype
+
+    def first_steps(self, variant: str) -> FirstSteps: ...
+
+    def step(self, variant: str, index: int) -> object: ...
+
+
+def check_variants(model: Steps, names: Sequence[str], checked: Checked, reference: str = "plain") -> Row:
+    """Let the variants that run and agree with the reference be timed; the worst errors (collective)."""
     errors: Row = {}
     wanted: FirstSteps | None = None
 
     def judge(name: str, found: FirstSteps) -> str:
         nonlocal wanted
-        wanted = found if name == "plain" else wanted
-        if name in ("plain", "rest") or wanted is None:
+        wanted = found if name == reference else wanted
+        if name in (reference, "rest") or wanted is None:
             return ""
         of = {part: checked.ranks.worst(error) for part, error in deviations(found, wanted).items()}
         for part, error in of.items():
-            if error > TOLERANCE[part][model.gpt.dtype]:
-                return f"{part} differs from that of the plain path by {error:.3g} of it"
+            if error > TOLERANCE[part][model.dtype]:
+                return f"{part} differs from that of {reference} by {error:.3g} of it"
         errors.update({f"{part}_error": max(error, errors.get(f"{part}_error", 0.0)) for part, error in of.items()})
         return ""
 
-    for name in sorted(names, key=lambda name: name != "plain"):
+    for name in sorted(names, key=lambda name: name != reference):
         if checked.value(name, partial(model.first_steps, name), partial(judge, name)) is not None:
             checked.variants[name] = partial(model.step, name)
     return errors
