@@ -98,15 +98,19 @@ def training_needs(job: TrainJob, dtype: torch.dtype) -> dict[str, int]:
     """Bytes one rank needs, by purpose; activations, of type ``dtype``, are an estimate, all else is float32.
 
     What is kept for the backward pass, of balanced routing: per token and layer about 8 D for attention and norms; per
-    routed row its input and two pre-activations; and the logits with their gradient.
+    routed row its input and two pre-activations; and the logits with their gradient. With gradient checkpointing it is
+    one layer, and the inputs of the others. Summed over several passes, gradients exist twice.
     """
     model, tokens = job.model, job.step_tokens
     parameters = rank_parameters(model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
     of_rows = model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // job.parallel.tp)
-    kept = tokens * (model.num_layers * (8 * model.hidden_size + of_rows) + 2 * model.vocab_size)
+    of_layers = model.num_layers * (of_layer := 8 * model.hidden_size + of_rows)
+    if job.train.gradient_checkpointing:
+        of_layers = of_layer + model.num_layers * model.hidden_size * FLOAT32_BYTES // dtype.itemsize
+    kept = tokens * (of_layers + 2 * model.vocab_size)
     return {
         "parameters": parameters,
-        "gradients": parameters,
+        "gradients": parameters * min(job.train.gradient_accumulation_steps, 2),
         "optimizer states": ADAMW_STATES * parameters,
         "symmetric memory": rank_pool_bytes(Problem(model.moe, job.parallel, tokens, dtype), job.comm.backend),
         "activations (estimate)": kept * dtype.itemsize,

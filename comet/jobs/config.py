@@ -124,7 +124,7 @@ class StepConfig(limits.Limited):
     """The tokens of a training step.
 
     Args:
-        batch_size: Sequences per rank and step.
+        batch_size: Sequences per rank and pass; a step of training has ``train.gradient_accumulation_steps`` passes.
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU, and a resumed run keeps it.
             Parameters stay float32.
     """
@@ -139,6 +139,10 @@ class TrainConfig(StepConfig):
 
     Args:
         steps: Optimizer steps in all, those before a resume included.
+        gradient_accumulation_steps: Passes of ``batch_size`` sequences per rank and step, whose gradients are summed;
+            the loss is the mean over the tokens of all passes.
+        gradient_checkpointing: Whether the backward pass computes each block again, so that only the inputs of the
+            blocks are kept from the forward pass.
         lr: Learning rate after warm-up.
         min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
         warmup_steps: Steps of linear warm-up; ``None`` is a tenth of them, but at most 60.
@@ -155,6 +159,8 @@ class TrainConfig(StepConfig):
     """
 
     steps: limits.Count = 800
+    gradient_accumulation_steps: limits.Count = 1
+    gradient_checkpointing: bool = False
     lr: limits.Positive = 4e-3
     min_lr_ratio: limits.Share = 0.1
     warmup_steps: Annotated[int, limits.at_least(0), limits.below("steps")] | None = None

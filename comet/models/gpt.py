@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
+from torch.utils.checkpoint import checkpoint
 
 from comet.config import OverlapConfig, PathName, require
 from comet.layer.group import ExpertGroup
@@ -43,7 +44,11 @@ class GPTOutput:
 
 
 class GPT(nn.Module):
-    """The model; every rank of the MoE group must call it equally often."""
+    """The model; every rank of the MoE group must call it equally often.
+
+    Args:
+        recomputes: Whether the backward pass computes each block again instead of keeping its activations.
+    """
 
     rotary: Tensor
 
@@ -56,9 +61,11 @@ class GPT(nn.Module):
         overlap: OverlapConfig | None = None,
         seed: int = 0,
         expert_device: torch.device | None = None,
+        recomputes: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.recomputes = recomputes
         self.dtype = group.workspace.shape.dtype
         made: dict[str, Any] = dict(device=group.device, dtype=torch.float32)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **made)
@@ -176,11 +183,12 @@ class GPT(nn.Module):
         """Run all blocks; with ``last (B,)`` only that position of each sequence is predicted from."""
         stats: list[RouterStats] = []
         others = iter(routers or ())
+        run = _recomputed if self.recomputes and torch.is_grad_enabled() else _called
         with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = self.embedding(ids)
             for block, attend in zip(self.blocks, attends, strict=True):
                 router = next(others, None) if isinstance(block.ffn, MoE) else None
-                x, layer_stats = block(x, rotary, attend, router)
+                x, layer_stats = run(block, x, rotary, attend, router)
                 if layer_stats is not None:
                     stats.append(layer_stats)
             if last is not None:
@@ -264,6 +272,15 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean negative log-likelihood in nats, of logits ``(B, S, V)``; targets ``(B, S)`` of -1 are left out."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def _called(block: Block, *arguments: Any) -> Any:
+    return block(*arguments)
+
+
+def _recomputed(block: Block, *arguments: Any) -> Any:
+    # No block draws random numbers. A recomputation that stops early would leave the side stream of a layer unjoined.
+    return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 
 
 def _seed(seed: int, name: str) -> int:

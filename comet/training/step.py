@@ -17,6 +17,7 @@ from torch import Tensor
 from comet.jobs.config import TrainConfig
 from comet.layer.backend import expert_capacity
 from comet.layer.group import ExpertGroup
+from comet.layer.sharding import local
 from comet.models.gpt import GPT, next_token_loss
 from comet.training.data import Text, sample_batch
 from comet.training.optimizer import ScaledAdamW, learning_rate, sum_gradients
@@ -37,8 +38,9 @@ class StepMetrics:
 class TrainStep:
     """Runs optimizer steps; its only state is that of the model and the optimizer.
 
-    Routing may change from step to step, and parameters may change in place. Gradients that are replayed stay where the
-    graph leaves them: the next step overwrites them. What both passes need stays the graph's memory between steps.
+    A step has ``gradient_accumulation_steps`` passes, whose gradients are summed before the ranks' are. Routing may
+    change from pass to pass, and parameters may change in place. Gradients that are replayed stay where the graph
+    leaves them: the next pass overwrites them. What both passes need stays the graph's memory between steps.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TrainStep:
         self.group = group
         self.text = text
         self.config = config
+        self.num_passes = config.gradient_accumulation_steps
         self.capacity = expert_capacity(model.config.moe, group)
         self._parameters = list(model.parameters())
         device = model.rotary.device
@@ -59,7 +62,7 @@ class TrainStep:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.group.world_size * self.config.batch_size * self.model.config.context
+        return self.group.world_size * self.num_passes * self.config.batch_size * self.model.config.context
 
     @property
     def graph_fallback_reason(self) -> str:
@@ -69,8 +72,8 @@ class TrainStep:
     def __call__(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0, and sum over the ranks which of them stop (collective)."""
         loss, dropped_rows, told, expert_load = self._backward(step, told_to_stop)
-        grad_norm = sum_gradients(self.model, self.group)
-        self.optimizer.clip(grad_norm, self.config.grad_clip, num_summed=self.group.world_size)
+        grad_norm = sum_gradients(self.model, self.group) / self.num_passes
+        self.optimizer.clip(grad_norm, self.config.grad_clip, num_summed=self.group.world_size * self.num_passes)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate(step, self.config)
         self.optimizer.step()
@@ -83,31 +86,41 @@ class TrainStep:
     def _backward(self, step: int, told_to_stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Fill the gradients; return the mean loss, and of all ranks dropped rows, requests to stop, and load."""
         settings, rank = self.config, self.group.world_rank
-        sizes = {"batch_size": settings.batch_size, "context": self.model.config.context}
-        batch = sample_batch(self.text, **sizes, seed=settings.seed, step=step, rank=rank)
+        sizes = {"batch_size": self.num_passes * settings.batch_size, "context": self.model.config.context}
+        batches = sample_batch(self.text, **sizes, seed=settings.seed, step=step, rank=rank).split(settings.batch_size)
+        measured = torch.stack([self._pass(batch, is_first=index == 0) for index, batch in enumerate(batches)]).sum(0)
+        sums = torch.cat([measured.new_full((1,), float(told_to_stop)), measured])
+        if self.group.world_size > 1:
+            dist.all_reduce(sums)
+        num_losses, shape = self.group.world_size * self.num_passes, (-1, self.model.config.moe.num_experts)
+        return sums[1] / num_losses, sums[2], sums[0], sums[3:].view(shape)
+
+    def _pass(self, batch: Tensor, *, is_first: bool) -> Tensor:
+        """Add the gradients of ``batch``; return this rank's mean loss and dropped rows, then the load of experts."""
         self.group.workspace.join_stream()
         # A copy from memory that is not pinned would wait for a GPU.
         self._batch.copy_(batch.pin_memory() if self._batch.is_cuda else batch, non_blocking=True)
         loss, expert_load, gradients = self._passes()
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+        if is_first:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                # The next pass may overwrite its gradients.
+                parameter.grad = gradient if self.num_passes == 1 else gradient.clone()
+        else:
+            sums = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_add_(sums, [local(gradient) for gradient in gradients])
         dropped_rows = loss.new_zeros(())
         if self.capacity is not None:  # All ranks of a group count a share of what an expert drops.
             load = expert_load.clone()
             if self.group.process_group is not None:
                 dist.all_reduce(load, group=self.group.process_group)
             dropped_rows = (load - self.capacity).clamp(min=0).sum() / self.group.parallel.world_size
-        told = loss.new_full((1,), float(told_to_stop))
-        sums = torch.cat([loss.view(1), dropped_rows.view(1), told, expert_load.flatten()])
-        if self.group.world_size > 1:
-            dist.all_reduce(sums)
-        return sums[0] / self.group.world_size, sums[1], sums[2], sums[3:].view_as(expert_load)
+        return torch.cat([loss.view(1), dropped_rows.view(1), expert_load.flatten()])
 
-    def _run(self) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+    def _run(self) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Both passes: mean loss, the experts' load ``(L, E)``, and gradients, which the next call may overwrite."""
         output = self.model(self._batch[:, :-1])
         loss = next_token_loss(output.logits, self._batch[:, 1:])
-        gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, materialize_grads=True)
         return loss.detach(), output.expert_load, gradients
 
 

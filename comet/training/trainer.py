@@ -82,7 +82,8 @@ class Trainer:
         self.corpus = corpus
         self.output_dir = Path(config.output_dir)
         path, overlap, self.notes = kept_layers(config, group, checkpoint)
-        self.model = GPT(config.model, group, path=path, overlap=overlap, seed=config.train.seed)
+        shared: dict[str, Any] = {"seed": config.train.seed, "recomputes": config.train.gradient_checkpointing}
+        self.model = GPT(config.model, group, path=path, overlap=overlap, **shared)
         ran = next((layer.path for layer in self.model.moe_layers()), path)
         split = layer_choice(config.model.moe, group, overlap).setting if ran == "fused" else None
         layers = {
