@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comet.config import require
 from comet.decode import DecodeWeights, SequenceClock, SharedSlots, joins_step, rank_slots
 from comet.decode.runners import Runner, fp8_weights
-from comet.decode.shared import state_of, with_room
+from comet.decode.shared import state_of
 from comet.integrations.hf.modules import CometExperts, shared_matrices
 from comet.integrations.hf.stored import FUSED, SCALES
 from comet.layout import ExpertLayout, RoutedTokens
@@ -30,8 +30,8 @@ class FP8Experts(CometExperts):
     Elsewhere the layer is dequantised for that one call.
 
     Parameters are allocated, not filled: float8_e4m3fn, and a float32 scale per block of 128 x 128 (``..._scale_inv``).
-    They get no gradient, and keep their types: ``.half()`` breaks them. ``pieces`` holds this rank's of a shared expert
-    that joins decode steps, under the same names, each as wide as F/TP.
+    They get no gradient, and keep their types: ``.half()`` breaks them. Behind this rank's experts they hold its pieces
+    of a shared expert that joins decode steps, each as wide as F/TP.
     """
 
     def __init__(
@@ -43,23 +43,20 @@ class FP8Experts(CometExperts):
         device: torch.device,
         num_pieces: int = 0,
     ) -> None:
-        own, pieces = (_allocated(count, hidden_size, width, device) for count in (layout.experts_local, num_pieces))
+        own = _allocated(layout.experts_local + num_pieces, hidden_size, width, device)
         super().__init__(own["gate_up_proj"], own["down_proj"], layout, runner)
-        self.pieces = nn.Module()
         for name in NAMES:
             self.register_parameter(name, own[name])
-            if num_pieces:
-                self.pieces.register_parameter(name, pieces[name])
 
     def shared_slots(self, shared: nn.Module, columns: int, clock: SequenceClock) -> SharedSlots:
         return FP8SharedSlots(self.layout, columns, shared, self, clock)
 
     def run(self, routed: RoutedTokens, joined: DecodeWeights | None = None) -> Tensor:
         """``(T, D)`` of the experts, or of those of a step that the shared expert has joined."""
-        if joined is not None:
-            return self.runner(routed, self.gate_up_proj, self.down_proj, experts=joined)
-        kept = kept_weights(self, lambda: rank_slots(self.layout, self.gate_up_proj.device))
-        return run_kept(self.runner, routed, kept)
+        kept = kept_weights(self, lambda: rank_slots(self.layout, self.gate_up_proj.device), self.layout.experts_local)
+        if joined is None:
+            return run_kept(self.runner, routed, kept)
+        return self.runner(routed, kept.w1, kept.w2, experts=joined)
 
 
 def _allocated(count: int, hidden_size: int, width: int, device: torch.device) -> dict[str, nn.Parameter]:
@@ -74,8 +71,8 @@ def _allocated(count: int, hidden_size: int, width: int, device: torch.device) -
     }
 
 
-def kept_weights(experts: Any, slots: Callable[[], Tensor]) -> DecodeWeights:
-    """Return the weights that decode steps read of a module's experts in block FP8, in the memory of its parameters.
+def kept_weights(experts: Any, slots: Callable[[], Tensor], count: int | None = None) -> DecodeWeights:
+    """Return what decode steps read of a module's first ``count`` experts in block FP8, in the memory of parameters.
 
     The values of scales are checked at the first step, which waits for the device, and when the weights were moved or
     torch counted a write to them.
@@ -84,13 +81,13 @@ def kept_weights(experts: Any, slots: Callable[[], Tensor]) -> DecodeWeights:
     stand, kept = state_of(parts), experts.__dict__.get(_KEPT)
     if kept is None or kept[0] != stand:
         with torch.inference_mode(mode=False), torch.no_grad():
-            w1, w2, w1_scales, w2_scales = (part.detach() for part in parts)
+            w1, w2, w1_scales, w2_scales = (part.detach()[:count] for part in parts)
             scales = dict(w1_scales=w1_scales.float(), w2_scales=w2_scales.float())
             kept = experts.__dict__[_KEPT] = stand, DecodeWeights(w1=w1, w2=w2, slots=slots(), **scales)
     found: DecodeWeights = kept[1]
     for copied, part in ((found.w1_scales, parts[2]), (found.w2_scales, parts[3])):
         if copied is not None and part.dtype != copied.dtype:  # the only copies, of a few bytes
-            copied.copy_(part)
+            copied.copy_(part[:count])
     return found
 
 
@@ -118,28 +115,19 @@ class FP8SharedSlots(SharedSlots):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _join(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
-        """Routed experts, then pieces, each parameter in one tensor of which both become views."""
-        self.experts.__dict__.pop(_KEPT, None)  # it holds on to what moves here
-        rooms, pieces = [], dict(self.experts.pieces.named_parameters())
-        for name in NAMES:
-            own = self.experts.get_parameter(name)
-            room = with_room(own, (len(own) + (len(pieces[name]) if pieces else 0), *own.shape[1:]))
-            if pieces:
-                with torch.inference_mode(own.is_inference()), torch.no_grad():
-                    room[len(own) :].copy_(pieces[name])
-                    pieces[name].data = room[len(own) :]
-            rooms.append(room)
-        w1, w2, w1_scales, w2_scales = rooms
+        w1, w2, w1_scales, w2_scales = (self.experts.get_parameter(name).detach() for name in NAMES)
         slots = self.table(len(w1) - self.layout.experts_local, w1.device)
         return DecodeWeights(w1=w1, w2=w2, slots=slots, w1_scales=w1_scales, w2_scales=w2_scales)
 
     def _fill(self, joined: DecodeWeights) -> None:
         """Raise ``ValueError`` if the module has other weights than the pieces; waits for the device."""
-        held, dtype = dict(self.experts.pieces.named_parameters()), self._matrices(self.module).gate.dtype
-        if not held or is_capturing(joined.w1.device):
+        dtype, first = self._matrices(self.module).gate.dtype, self.layout.experts_local
+        if len(joined.w1) == first or is_capturing(joined.w1.device):
             return
-        pairs = ((held[name], held[f"{name}{SCALES}"]) for name in FUSED)
-        w1, w2 = (FP8(elements=part, scales=scales, trusted=True).dequantize(dtype) for part, scales in pairs)
+        w1, w2 = (
+            FP8(elements=each.elements[first:], scales=each.scales[first:], trusted=True).dequantize(dtype)
+            for each in fp8_weights(joined).values()
+        )
         with self.experts.runner.noting("comparison of a shared expert"):  # other ranks may hold no piece
             same = torch.stack([(part == source).all() for part, source in self._parts(w1, w2)]).all()
             advice = "decode steps read it in block FP8, load the model with keep_fp8=False to change it"

@@ -210,7 +210,8 @@ def _make(
 def state_of(
     found: Tensors, stock: Any, place: Place, dtype: torch.dtype, *, is_fp8: bool
 ) -> tuple[dict[str, Any], Place]:
-    """Return what the model is to load, lazily, with this rank's shards; and the place as ``_add_pieces`` has it.
+    """Return what the model is to load, lazily, with this rank's shards; and the place, where decode steps leave out
+    shared experts that are not stored in block FP8 as the routed ones.
 
     Args:
         stock: The model without its values; tensors that it has no place for are left to transformers' report.
@@ -229,8 +230,28 @@ def state_of(
     if place.family.interleaved:
         tensors = gpt_oss.read_turned(tensors, dtype, gate_first=place.in_store)
     state = {name: tensor for name, tensor in found.items() if name not in stored}
-    state |= _shard_checkpoint(tensors, destination, place)
-    return state, _add_pieces(state, {destination(name).target: tensor for name, tensor in stored.items()}, place)
+    shared = _shared_experts({destination(name).target: tensor for name, tensor in stored.items()}, place)
+    place = replace(place, shared_columns=0, num_pieces=0) if place.keep_fp8 and not shared else place
+    return state | _shard_checkpoint(tensors, destination, place, shared), place
+
+
+def _shared_experts(stored: Tensors, place: Place) -> dict[str, Matrices]:
+    """The matrices of all shared experts, by the names of the routed ones; none if one is not in block FP8.
+
+    Args:
+        stored: By the names that tensors have in the model.
+    """
+    shared, found = place.family.shared, dict[str, Matrices]()
+    if shared is None or not (place.keep_fp8 and place.shared_columns):
+        return {}
+    wide = shared.ffn_size, place.family.moe.hidden_size
+    for module in place.family.experts:
+        names = [f"{module.rpartition('.')[0]}.{shared.name}.{part}.weight" for part in PROJECTIONS]
+        matrices = tuple(stored[name] for name in names if name in stored and stored[name].scales is not None)
+        if [each.shape for each in matrices] != [wide, wide, wide[::-1]]:
+            return {}
+        found[module] = matrices
+    return found
 
 
 def _dequantised(stored: Tensors, dtype: torch.dtype, place: Place) -> Tensors:
@@ -246,8 +267,13 @@ def _dequantised(stored: Tensors, dtype: torch.dtype, place: Place) -> Tensors:
     }
 
 
-def _shard_checkpoint(tensors: Tensors, destination: Callable[[str], Any], place: Place) -> dict[str, Any]:
-    """The tensors that are no experts', and this rank's shards of those that are, all of them checked."""
+def _shard_checkpoint(
+    tensors: Tensors, destination: Callable[[str], Any], place: Place, shared: dict[str, Matrices]
+) -> dict[str, Any]:
+    """The tensors that are no experts', and this rank's shards of those that are, all of them checked.
+
+    Behind shards of experts that are kept in block FP8 come this rank's pieces of ``shared`` experts.
+    """
     moe, surplus = place.family.moe, []
     layers: dict[str, dict[Part, StoredTensor]] = {module: {} for module in place.family.experts}
     state: dict[str, Any] = {}
@@ -264,10 +290,12 @@ def _shard_checkpoint(tensors: Tensors, destination: Callable[[str], Any], place
         problems += _layer_problems(module, found, moe, place.keep_fp8)
     require(not problems, f"expert tensors of the checkpoint must be complete and no more: {several(problems)}")
     for module, found in layers.items():
-        state |= _shards(module, _slices(found, moe.ffn_size, place), is_transposed=place.in_turn)
+        pieces = shared.get(module, ())
+        state |= _shards(module, _slices(found, moe.ffn_size, place, pieces), is_transposed=place.in_turn)
         if place.keep_fp8:
             scales = {part: tensor.scales for part, tensor in found.items() if tensor.scales is not None}
-            state |= _shards(module, _slices(scales, moe.ffn_size // FP8_BLOCK, place), SCALES)
+            pieces = tuple(each.scales for each in pieces if each.scales is not None)
+            state |= _shards(module, _slices(scales, moe.ffn_size // FP8_BLOCK, place, pieces), SCALES)
         if moe.expert_bias:
             biases: dict[Part, StoredTensor] = {(name, None): found[f"{name}_bias", None] for name in FUSED}
             state |= _shards(module, _slices(biases, moe.ffn_size, place), "_bias")
@@ -305,12 +333,17 @@ def _dtype_problems(tensor: StoredTensor, keep_fp8: bool) -> list[str]:
     return [] if tensor.dtype in DTYPES or tensor.read_as is not None else [f"{named} one of {', '.join(DTYPES)}"]
 
 
-def _slices(found: dict[Part, StoredTensor], ffn_size: int, place: Place) -> list[Matrices]:
-    """Return this rank's slice of each of its experts, whose matrices, or scales of them, have ``ffn_size`` columns."""
+def _slices(found: dict[Part, StoredTensor], ffn_size: int, place: Place, shared: Matrices = ()) -> list[Matrices]:
+    """Return this rank's slice of each of its experts, then its pieces of a shared one.
+
+    Their matrices, or the scales of these, have ``ffn_size`` columns.
+    """
     layout, width = place.layout, ffn_size // place.layout.tp
     held = range(layout.first_expert, layout.first_expert + layout.experts_local)
+    pieces = held_pieces(layout, width, shared[0].shape[0]) if shared else ()
     experts = (_expert(found, expert, ffn_size, in_turn=place.in_turn) for expert in held)
-    return [_columns(expert, layout.tp_rank, width) for expert in experts]
+    own = [_columns(expert, layout.tp_rank, width) for expert in experts]
+    return own + [_columns(shared, number, width) for number in pieces]
 
 
 def _expert(found: dict[Part, StoredTensor], expert: int, ffn_size: int, *, in_turn: bool) -> Matrices:
@@ -335,31 +368,3 @@ def _shards(
 ) -> dict[str, LazyShard]:
     parts = tuple(tuple(gate_up) for *gate_up, _ in experts), tuple((down,) for *_, down in experts)
     return {f"{module}.{name}{suffix}": LazyShard(part, is_transposed) for name, part in zip(FUSED, parts, strict=True)}
-
-
-def _add_pieces(state: dict[str, Any], stored: Tensors, place: Place) -> Place:
-    """Add this rank's pieces of shared experts, which decode steps read in block FP8 with the routed ones.
-
-    Args:
-        stored: By the names that tensors have in the model.
-
-    Returns:
-        The place as it is, or with shared experts outside of such steps where one is stored otherwise.
-    """
-    shared, moe = place.family.shared, place.family.moe
-    if not place.keep_fp8 or not place.shared_columns or shared is None:
-        return place
-    width, shape = moe.ffn_size // place.layout.tp, (shared.ffn_size, moe.hidden_size)
-    held, shards = held_pieces(place.layout, width, shape[0]), dict[str, LazyShard]()
-    for module in place.family.experts:
-        prefix = f"{module.rpartition('.')[0]}.{shared.name}"
-        names = [f"{prefix}.{part}.weight" for part in PROJECTIONS]
-        matrices = [stored[name] for name in names if name in stored]
-        scales = [each.scales for each in matrices if each.scales is not None]
-        if len(scales) < len(names) or [each.shape for each in matrices] != [shape, shape, shape[::-1]]:
-            return replace(place, shared_columns=0, num_pieces=0)
-        for kind, size, suffix in ((matrices, width, ""), (scales, width // FP8_BLOCK, SCALES)):
-            shards |= _shards(f"{module}.pieces", [_columns(kind, number, size) for number in held], suffix)
-    if held:
-        state |= shards
-    return place

@@ -247,12 +247,10 @@ def test_joined_tensors_are_there_once(whole: Path) -> None:
     with torch.no_grad():
         model(prompt(1, 2))
     for experts in experts_of(model):
-        own, pieces = (dict(module.named_parameters(recurse=False)) for module in (experts, experts.pieces))
-        for name, weight in own.items():
-            storage = weight.untyped_storage()
-            assert storage.data_ptr() == pieces[name].untyped_storage().data_ptr()
-            assert storage.nbytes() == weight.nbytes + pieces[name].nbytes
-        assert "_comet_decode_weights" not in vars(experts), "what was there before the join is let go"
+        for weight in experts.parameters(recurse=False):
+            assert weight.untyped_storage().nbytes() == weight.nbytes
+        assert experts.shared._joined.w1.data_ptr() == experts.gate_up_proj.data_ptr()
+        assert vars(experts)["_comet_decode_weights"][1].w1.data_ptr() == experts.gate_up_proj.data_ptr()
     for name, weight in held.items():
         assert torch.equal(model.get_parameter(name), weight), name
 
@@ -334,7 +332,7 @@ def test_ranks_hold_pieces_in_turn(rank: int, world_size: int, narrow: Path, ep:
     pieces = 1 if tp == 2 else 1 - rank
     for experts in experts_of(model):
         assert isinstance(experts.shared, FP8SharedSlots)
-        assert [len(weight) for weight in experts.pieces.parameters()] == [pieces] * 4 * bool(pieces)
+        assert [len(weight) for weight in experts.parameters()] == [experts.layout.experts_local + pieces] * 4
     assert_ranks_agree(Expected.of(stock(narrow)).check(model, f"rank {rank}"), f"ep {ep}, tp {tp}")
     hf.check(model)
     group.close()

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comet.integrations import hf
+from comet.integrations.hf.modules import CometExperts
 
 PUBLISHED = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
 # D and, for TP = 2, a rank's part of F end inside a block; F = 256 gives each rank whole ones.
@@ -126,10 +127,15 @@ def fp8_expert_bytes(folder: Path, *kinds: torch.dtype) -> int:
     return sum(weight.nbytes for name, weight in state.items() if ".experts." in name and weight.dtype in kinds)
 
 
+def experts_of(model: Any) -> list[CometExperts]:
+    return [module for module in model.modules() if isinstance(module, CometExperts)]
+
+
 def check_kept(loaded: Any, folder: Path, share: int) -> None:
     """A rank's experts are its share of the folder's bytes, and no gradient is wanted for them."""
     experts = {name: weight for name, weight in loaded.named_parameters() if ".experts." in name}
-    routed = [weight for name, weight in experts.items() if ".pieces." not in name]
+    found = [(module.layout.experts_local, module.parameters(recurse=False)) for module in experts_of(loaded)]
+    routed = [weight[:count] for count, weights in found for weight in weights]
     assert sum(weight.nbytes for weight in routed) * share == fp8_expert_bytes(
         folder, torch.float8_e4m3fn, torch.float32
     )
@@ -149,9 +155,7 @@ def load_on_ranks(rank: int, world_size: int, folders: dict[str, Path], ep: int,
                 loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS, keep_fp8=keep_fp8)
             elements = sum(size for name, size in counted.reads if ".experts." in name and name.endswith("weight"))
             assert elements * world_size == fp8_expert_bytes(folder, torch.float8_e4m3fn), what
-            held = sum(
-                weight.numel() for name, weight in loaded.named_parameters() if name.endswith("experts.down_proj")
-            )
+            held = sum(module.down_proj[: module.layout.experts_local].numel() for module in experts_of(loaded))
             assert held * world_size == 2 * 8 * config.hidden_size * config.moe_intermediate_size, what
             if keep_fp8:
                 check_kept(loaded, folder, share=world_size)
