@@ -50,7 +50,7 @@ def describe_train(job: TrainJob, num_ranks: int, device: torch.device) -> list[
     checkpoints, _ = find_checkpoints(job.resume, job.output_dir)
     for checkpoint in checkpoints[:1]:
         checkpoint.check_model(job.model)
-    needs = training_needs(job, dtype)
+    needs = training_needs(job, num_ranks, dtype)
     needs["total"] = sum(needs.values())
     return [
         *([f"# warning: {job.model.moe.caution}"] if job.model.moe.caution else []),

@@ -59,7 +59,7 @@ def oom_kills() -> int:
 
 
 def train_bytes(job: TrainJob, num_ranks: int, device: torch.device) -> int:
-    return sum(training_needs(job, activation_dtype(job.train.dtype, device)).values())
+    return sum(training_needs(job, num_ranks, activation_dtype(job.train.dtype, device)).values())
 
 
 def generate_bytes(job: GenerateJob, num_ranks: int, device: torch.device) -> int:
@@ -94,15 +94,18 @@ tune_bytes = of_largest(tune_points)
 sweep_bytes = of_largest(sweep_points)
 
 
-def training_needs(job: TrainJob, dtype: torch.dtype) -> dict[str, int]:
+def training_needs(job: TrainJob, num_ranks: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes one rank needs, by purpose; activations, of type ``dtype``, are an estimate, all else is float32.
 
     What is kept for the backward pass, of balanced routing: per token and layer about 8 D for attention and norms; per
     routed row its input and two pre-activations; and the logits with their gradient. With gradient checkpointing it is
-    one layer, and the inputs of the others. Summed over several passes, gradients exist twice.
+    one layer, and the inputs of the others. Summed over several passes, gradients exist twice. What ``train.fsdp``
+    gathers for a layer is left out.
     """
     model, tokens = job.model, job.step_tokens
-    parameters = rank_parameters(model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
+    of_experts = expert_elements(model) // job.parallel.world_size
+    others = rank_parameters(model, job.parallel.ep, job.parallel.tp) - of_experts
+    parameters = (of_experts + -(-others // (num_ranks if job.train.fsdp else 1))) * FLOAT32_BYTES
     of_rows = model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // job.parallel.tp)
     of_layers = model.num_layers * (of_layer := 8 * model.hidden_size + of_rows)
     if job.train.gradient_checkpointing:

@@ -143,6 +143,8 @@ class TrainConfig(StepConfig):
             the loss is the mean over the tokens of all passes.
         gradient_checkpointing: Whether the backward pass computes each block again, so that only the inputs of the
             blocks are kept from the forward pass.
+        fsdp: Whether ``torch.distributed.fsdp.fully_shard`` shares out all parameters but the experts, with their
+            gradients and moments, among all ranks; gradients are reduced during the backward pass.
         lr: Learning rate after warm-up.
         min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
         warmup_steps: Steps of linear warm-up; ``None`` is a tenth of them, but at most 60.
@@ -161,6 +163,7 @@ class TrainConfig(StepConfig):
     steps: limits.Count = 800
     gradient_accumulation_steps: limits.Count = 1
     gradient_checkpointing: bool = False
+    fsdp: bool = False
     lr: limits.Positive = 4e-3
     min_lr_ratio: limits.Share = 0.1
     warmup_steps: Annotated[int, limits.at_least(0), limits.below("steps")] | None = None

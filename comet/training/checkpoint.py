@@ -107,7 +107,8 @@ class Checkpointer:
     def not_finite(self) -> list[str]:
         """Names of weights and moments that hold NaN or Inf on any rank (collective)."""
         tensors = {name: local(tensor) for name, tensor in self._tensors().items() if tensor.is_floating_point()}
-        largest = torch.stack(torch._foreach_norm(list(tensors.values()), math.inf, torch.float32))
+        parts = [part if part.numel() else part.new_zeros(1) for part in tensors.values()]
+        largest = torch.stack(torch._foreach_norm(parts, math.inf, torch.float32))
         bad = (~largest.isfinite()).int()
         if self.group.world_size > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""AdamW over sharded models: gradients summed over the ranks, their norm, the learning rate.
+"""AdamW over sharded models: parameters shared out, gradients summed over the ranks, their norm, the learning rate.
 
 The objective is the mean over all ranks of each rank's mean loss. A backward pass leaves dense gradients of this
 rank's tokens, but expert gradients already summed over the tokens of the MoE group (see ``comet.moe.MoE``). Hence
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
 from comet.data_parallel import sum_over_ranks
@@ -44,6 +46,27 @@ class ScaledAdamW(AdamW):
         found = super().step(closure)
         self.grad_scale = None
         return found
+
+
+def shard_dense(model: GPT, group: ExpertGroup) -> None:
+    """Share out all parameters but the experts among all ranks; a backward pass sums their gradients (collective).
+
+    Parameters stay float32. Matrices of attention and the head, which are multiplied in the dtype of the model, are
+    gathered in this dtype. Their gradients are summed in float32.
+    """
+    world: Any = dist.group.WORLD
+    mesh = DeviceMesh.from_group(world, group.device.type)
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    attention, experts = [block.attention for block in model.blocks], set(model.expert_parameters())
+    for module in (*attention, model.head):
+        fully_shard(module, mesh=mesh, mp_policy=cast)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=whole, ignored_params=experts)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor
 
 
 def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:
@@ -91,10 +114,14 @@ def sum_gradients(model: GPT, group: ExpertGroup) -> Tensor:
     world and divided by the number of ranks that hold a part alike. Every rank gets the same bits.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
-    if group.world_size > 1:
+    is_sharded = isinstance(model, FSDPModule)
+    if group.world_size > 1 and not is_sharded:
         sum_over_ranks(dense, None)
-        if group.data_parallel > 1:
-            sum_over_ranks(experts, group.expert_data_group)
+    if group.data_parallel > 1:
+        sum_over_ranks(experts, group.expert_data_group)
+    dense_square = _square_sum(dense, group.device)
+    if is_sharded:
+        dist.all_reduce(dense_square)
     alike = [each for each in experts if each.dim() == 2]  # b2, which the TP ranks of a shard hold alike
     expert_square = _square_sum([each for each in experts if each.dim() > 2], group.device)
     if alike:
@@ -102,7 +129,7 @@ def sum_gradients(model: GPT, group: ExpertGroup) -> Tensor:
     if group.world_size > 1:
         dist.all_reduce(expert_square)
         expert_square = expert_square / group.data_parallel
-    return (_square_sum(dense, group.device) + expert_square).sqrt() / group.world_size
+    return (dense_square + expert_square).sqrt() / group.world_size
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from comet.jobs.config import TrainConfig
 from comet.layer.backend import expert_capacity
@@ -58,6 +59,8 @@ class TrainStep:
         self._batch = torch.empty(config.batch_size, model.config.context + 1, dtype=torch.int64, device=device)
         asks = any(layer.experts.waits_for_counts for layer in model.moe_layers())
         obstacle = "the collectives of its MoE layers wait for counts on the host" if asks else ""
+        if isinstance(model, FSDPModule):
+            obstacle = "train.fsdp gathers parameters while a pass runs"
         self._passes = Replayed(self._run, device, "training steps", cuda_graph=config.cuda_graph, obstacle=obstacle)
 
     @property
@@ -88,26 +91,27 @@ class TrainStep:
         settings, rank = self.config, self.group.world_rank
         sizes = {"batch_size": self.num_passes * settings.batch_size, "context": self.model.config.context}
         batches = sample_batch(self.text, **sizes, seed=settings.seed, step=step, rank=rank).split(settings.batch_size)
-        measured = torch.stack([self._pass(batch, is_first=index == 0) for index, batch in enumerate(batches)]).sum(0)
+        measured = torch.stack([self._pass(batch, index) for index, batch in enumerate(batches)]).sum(0)
         sums = torch.cat([measured.new_full((1,), float(told_to_stop)), measured])
         if self.group.world_size > 1:
             dist.all_reduce(sums)
         num_losses, shape = self.group.world_size * self.num_passes, (-1, self.model.config.moe.num_experts)
         return sums[1] / num_losses, sums[2], sums[0], sums[3:].view(shape)
 
-    def _pass(self, batch: Tensor, *, is_first: bool) -> Tensor:
+    def _pass(self, batch: Tensor, index: int) -> Tensor:
         """Add the gradients of ``batch``; return this rank's mean loss and dropped rows, then the load of experts."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(index == self.num_passes - 1)
         self.group.workspace.join_stream()
         # A copy from memory that is not pinned would wait for a GPU.
         self._batch.copy_(batch.pin_memory() if self._batch.is_cuda else batch, non_blocking=True)
         loss, expert_load, gradients = self._passes()
-        if is_first:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                # The next pass may overwrite its gradients.
-                parameter.grad = gradient if self.num_passes == 1 else gradient.clone()
-        else:
+        if index and gradients:
             sums = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
             torch._foreach_add_(sums, [local(gradient) for gradient in gradients])
+        for parameter, gradient in zip(self._parameters, [] if index else gradients, strict=False):
+            # The next pass may overwrite its gradients.
+            parameter.grad = gradient if self.num_passes == 1 else gradient.clone()
         dropped_rows = loss.new_zeros(())
         if self.capacity is not None:  # All ranks of a group count a share of what an expert drops.
             load = expert_load.clone()
@@ -117,10 +121,17 @@ class TrainStep:
         return torch.cat([loss.view(1), dropped_rows.view(1), expert_load.flatten()])
 
     def _run(self) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Both passes: mean loss, the experts' load ``(L, E)``, and gradients, which the next call may overwrite."""
+        """Both passes: mean loss, the experts' load ``(L, E)``, and gradients, which the next call may overwrite.
+
+        ``fully_shard`` itself adds gradients to those that the parameters have; then none are returned.
+        """
         output = self.model(self._batch[:, :-1])
         loss = next_token_loss(output.logits, self._batch[:, 1:])
-        gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, materialize_grads=True)
+        gradients: Sequence[Tensor] = ()
+        if isinstance(self.model, FSDPModule):
+            (loss + output.router_loss).backward()
+        else:
+            gradients = torch.autograd.grad(loss + output.router_loss, self._parameters, materialize_grads=True)
         return loss.detach(), output.expert_load, gradients
 
 

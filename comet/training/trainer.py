@@ -29,7 +29,7 @@ from comet.schedule.choice import Machine
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.data import Corpus, Text, heldout_windows, read_corpus
-from comet.training.optimizer import learning_rate, make_optimizer
+from comet.training.optimizer import learning_rate, make_optimizer, shard_dense
 from comet.training.ranks import RankContext, Stopped, StopRequest, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
@@ -84,6 +84,8 @@ class Trainer:
         path, overlap, self.notes = kept_layers(config, group, checkpoint)
         shared: dict[str, Any] = {"seed": config.train.seed, "recomputes": config.train.gradient_checkpointing}
         self.model = GPT(config.model, group, path=path, overlap=overlap, **shared)
+        if config.train.fsdp and group.world_size > 1:
+            shard_dense(self.model, group)
         ran = next((layer.path for layer in self.model.moe_layers()), path)
         split = layer_choice(config.model.moe, group, overlap).setting if ran == "fused" else None
         layers = {

@@ -332,9 +332,14 @@ def test_rank_parameters_example():
 
 def test_memory_needs_count_symmetric_memory_exactly():
     job = job_of("train.batch_size=3", "model.context=100")
-    needs = training_needs(job, torch.float32)
+    needs = training_needs(job, 1, torch.float32)
     assert needs["symmetric memory"] == workspace_bytes(WorkspaceShape.create(job.model.moe, 2, 300, torch.float32))
     assert needs["optimizer states"] == 2 * needs["gradients"] == 2 * needs["parameters"]
+    job = job_of("train.batch_size=3", "model.context=100", "train.fsdp=true", "train.gradient_accumulation_steps=2")
+    shared = training_needs(job, 4, torch.float32)
+    experts = rank_parameters(job.model, 1, 1) - rank_parameters(job.model, 2, 1)
+    assert shared["parameters"] == experts * 4 + (needs["parameters"] - experts * 4) // 4
+    assert shared["gradients"] == 2 * shared["parameters"]
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,21 @@ import pytest
 import torch
 from generate_cases import all_experts, graphs_on_cpu
 from ranks import run_ranks
+from torch.distributed.tensor import DTensor
 from training_cases import LINEAR, TEXT, TRAIN, Rank, losses, make_job, make_model, wake
 
-from comet.jobs.config import TrainConfig
+from comet.jobs.config import TrainConfig, TrainJob
 from comet.layer.expert_path import FunctionPath
 from comet.layer.sharding import local
 from comet.training import step as step_module
-from comet.training.optimizer import make_optimizer
+from comet.training.optimizer import make_optimizer, shard_dense
 from comet.training.step import TrainStep
 from comet.training.trainer import train
 
 ONE_PASS = replace(TRAIN, grad_clip=0.1, cuda_graph="off")
 TWO_PASSES = replace(ONE_PASS, batch_size=2, gradient_accumulation_steps=2)
+SHARDED = replace(ONE_PASS, fsdp=True)
+SHARDED_ALL = replace(TWO_PASSES, fsdp=True, gradient_checkpointing=True)
 RECOMPUTED = replace(ONE_PASS, gradient_checkpointing=True)
 
 
@@ -31,10 +34,13 @@ def learn(
     """
     model, group = make_model(LINEAR, ep=ep, tp=tp)
     model.recomputes = config.gradient_checkpointing
+    wake(model)
+    if config.fsdp:
+        shard_dense(model, group)
     if without_ranks:
         for layer in model.moe_layers():
             layer.experts = FunctionPath(partial(all_experts, None))
-    train_step = TrainStep(wake(model), make_optimizer(model, config), group, TEXT, config)
+    train_step = TrainStep(model, make_optimizer(model, config), group, TEXT, config)
     reduce, calls = step_module.sum_gradients, []
 
     def counted(*arguments: object) -> torch.Tensor:
@@ -47,7 +53,11 @@ def learn(
     tokens = metrics[-1].expert_load.sum() / len(model.moe_layers()) / LINEAR.moe.top_k
     assert tokens == train_step.tokens_per_step
     curve = [[each.loss.item(), each.grad_norm.item()] for each in metrics]
-    weights = [local(parameter).flatten().tolist() for parameter in model.parameters()]
+    experts = set(model.expert_parameters())
+    weights = [
+        (local(each) if each in experts or not isinstance(each, DTensor) else each.full_tensor()).flatten().tolist()
+        for each in model.parameters()
+    ]
     group.close()
     return curve, weights, len(calls)
 
@@ -55,11 +65,12 @@ def learn(
 def compare(rank: int, world_size: int, ep: int, tp: int) -> None:
     plain = learn(ONE_PASS, ep, tp)
     assert learn(RECOMPUTED, ep, tp) == plain
-    curve, weights, sums = learn(TWO_PASSES, ep, tp)
-    assert sums == plain[2] == 3
-    torch.testing.assert_close(torch.tensor(curve), torch.tensor(plain[0]), rtol=1e-5, atol=1e-6)
-    for found, wanted in zip(weights, plain[1], strict=True):
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-3, atol=1e-4)
+    for config in (TWO_PASSES, SHARDED, SHARDED_ALL):
+        curve, weights, sums = learn(config, ep, tp)
+        assert sums == plain[2] == 3
+        torch.testing.assert_close(torch.tensor(curve), torch.tensor(plain[0]), rtol=1e-5, atol=1e-6)
+        for found, wanted in zip(weights, plain[1], strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
@@ -83,3 +94,31 @@ def test_a_run_of_several_passes_goes_on_bit_for_bit(tmp_path) -> None:
     other = make_job(tmp_path, **{**settings, "gradient_accumulation_steps": 1}, resume=halfway, overwrite=True)
     with pytest.raises(ValueError, match=r"train\.gradient_accumulation_steps=1 differs from 2"):
         train(other, Rank())
+
+
+def shard_and_go_on(rank: int, world_size: int, whole: TrainJob, resumed: TrainJob) -> None:
+    train(whole, Rank(rank, world_size))
+    train(resumed, Rank(rank, world_size))
+
+
+def test_a_sharded_run_repeats_its_bits_and_goes_on_in_another_layout_or_alone(tmp_path) -> None:
+    settings = {"fsdp": True, "checkpoint_every": 3, "model": replace(LINEAR, num_heads=1)}
+    whole = make_job(tmp_path, **settings, output_dir=str(tmp_path / "whole"))
+    halfway = str(tmp_path / "whole" / "step-000003")
+    resumed = make_job(tmp_path, **settings, resume=halfway)
+    run_ranks(shard_and_go_on, 3, whole, resumed)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    alone = {"resume": halfway, "output_dir": str(tmp_path / "alone"), "batch_size": 12}
+    train(make_job(tmp_path, **{**settings, **alone}, resume_changes=("train.batch_size",)), Rank())
+    assert len(losses(tmp_path / "alone")) == 6
+
+
+def test_sharded_steps_are_not_captured() -> None:
+    run_ranks(refuse_graph, 2)
+
+
+def refuse_graph(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        graphs_on_cpu(patch)
+        with pytest.raises(ValueError, match=r"cuda_graph='on' must be 'auto' or 'off' here: train\.fsdp gathers"):
+            learn(replace(SHARDED, cuda_graph="on"), 1, 1)
