@@ -5,6 +5,8 @@ Models that train are in bf16 and compared with a Megatron model in float32.
 
 import contextlib
 import random
+import runpy
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.overrides import TorchFunctionMode
 
 from comet.config import ParallelConfig
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
@@ -51,11 +54,24 @@ FIELDS: dict[str, Any] = dict(
 )
 
 
+class AsGpu(TorchFunctionMode):
+    """Tensors that Megatron makes on "cuda" are made on the CPU, and call their types those of GPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        found = args[0] if func is Tensor.cuda else func(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(found, str) else found
+
+
 def use_cpu() -> None:
     """Let this process run Megatron-core without a GPU."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
+    if torch.cuda.Stream is not MagicMock:  # or it is in use
+        AsGpu().__enter__()
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.current_stream = MagicMock  # type: ignore[misc,assignment]
     torch.cuda.synchronize = lambda device=None: None
@@ -66,6 +82,29 @@ def use_cpu() -> None:
     random._CUDA_RNG_STATE_TRACKER = MagicMock()  # its ``fork`` is a context that does nothing
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
+
+
+def let_optimizers_load() -> None:
+    """Let Megatron's optimizer load what it has saved also with torch's Adam, which has a state once it has stepped.
+
+    There each parameter counts its own steps, for which a checkpoint has one number.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    describe, put = DistributedOptimizer.sharded_state_dict, DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, **settings: Any) -> Any:
+        if is_loading and not self.optimizer.state:
+            self.step()
+        return describe(self, model, is_loading, **settings)
+
+    def put_states(self: Any, parameter: Any, tensors: Any) -> None:
+        own = self._get_main_param_and_optimizer_states(parameter)
+        own["step"] = self.optimizer.state[own["param"]]["step"] = own["step"].clone()
+        put(self, parameter, {**own, **tensors})
+
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = put_states
 
 
 class Works(list[Any]):
@@ -83,10 +122,8 @@ def all_reduce_each(group: Any, tensors: list[Tensor], options: Any) -> Works:
     return Works(group.allreduce([tensor], each) for tensor in tensors)
 
 
-def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None:
-    """Megatron's process groups and seeds, in fresh ones after an earlier start."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+def let_run(device: str = "cpu") -> None:
+    """Let this process run Megatron-core without Transformer Engine, and on a CPU."""
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
@@ -94,7 +131,15 @@ def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None
     torch.compiler.set_stance("force_eager")  # compiling a few lines of the router takes longer than a test
     if device == "cpu":
         use_cpu()
-    elif "cuda:gloo" in dist.get_backend_config():  # ranks that share a GPU
+
+
+def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None:
+    """Megatron's process groups and seeds, in fresh ones after an earlier start."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    let_run(device)
+    if device != "cpu" and "cuda:gloo" in dist.get_backend_config():  # ranks that share a GPU
         dist.ProcessGroup.allreduce_coalesced = all_reduce_each  # type: ignore[method-assign]
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -386,3 +431,9 @@ def train_beside_megatron(
             group.workspace.check()
         deviations.check()
         group.close()
+
+
+if __name__ == "__main__":  # a script and its arguments
+    let_run()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
