@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from comet.graphed.moe import GraphedMoE
     from comet.layer.group import ExpertGroup, make_expert_group
     from comet.moe import MoE
+    from comet.redundant_experts import add_redundant_experts
 
 _MODULES = {
     "CapacityError": "comet.errors",
@@ -43,6 +44,7 @@ _MODULES = {
     "ParallelConfig": "comet.config",
     "StepFailedError": "comet.errors",
     "UnavailableError": "comet.errors",
+    "add_redundant_experts": "comet.redundant_experts",
     "clip_grad_norm_": "comet.data_parallel",
     "exclude_experts": "comet.data_parallel",
     "make_communicator": "comet.comm",

@@ -118,7 +118,7 @@ class Checkpointer:
         """Read a checkpoint of any EP, TP and world size, and return its optimizer steps (collective)."""
         checkpoint.check_model(self.model.config)
         read_checkpoint(checkpoint.path)
-        _read(checkpoint.path, self._tensors())
+        read_tensors(checkpoint.path, self._tensors())
         for state in self.optimizer.state.values():
             state["step"].fill_(float(checkpoint.step))
         return checkpoint.step
@@ -165,14 +165,15 @@ def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
     """Read the weights of a checkpoint of any EP, TP and world size into a model, without the moments (collective)."""
     checkpoint.check_model(model.config)
     choose_checkpoint([checkpoint], [])
-    _read(checkpoint.path, _model_tensors(model))
+    read_tensors(checkpoint.path, _model_tensors(model))
 
 
 def _model_tensors(model: GPT) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
-def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+def read_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read tensors of a checkpoint, by name, in place (collective)."""
     try:
         with alone_on_purpose(), patience():
             dcp.load(tensors, storage_reader=Reader(path))

@@ -104,6 +104,15 @@ TASKS: Mapping[str, Task] = {
         lower="lower modular.tokens, or take a smaller model",
         shows_split=False,
     ),
+    "place": Task(
+        "order the experts of a checkpoint so that ranks have equal loads",
+        "comet.launch.tasks.place.main",
+        examples={
+            "outputs/book --ep 4": "what another order of the experts, and copies of the hot ones, would bring",
+            "outputs/book --ep 4 --output-dir outputs/placed": "write the checkpoint with its experts in that order",
+        },
+        settings="",
+    ),
     "compile": Task(
         "compile every kernel ahead of time, no GPU needed",
         "comet.kernels.aot.compile.main",

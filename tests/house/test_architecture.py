@@ -47,7 +47,7 @@ ROOMS = (
     ("reference",),
     ("layer",),
     ("decode", "moe", "trace"),
-    ("data_parallel", "experts", "graphed", "models", "modular"),
+    ("data_parallel", "redundant_experts", "experts", "graphed", "models", "modular"),
     ("integrations", "jobs"),
     ("training",),
     ("tuner",),

@@ -22,7 +22,7 @@ ALONE = (
     "README.md", "docs/tutorial/first-layer.md", "docs/howto/cuda-graphs.md", "docs/howto/decode.md",
     "docs/howto/vllm.md",
 )  # fmt: skip
-OVER_RANKS = ("docs/tutorial/two-ranks.md", "docs/howto/own-loop.md")
+OVER_RANKS = ("docs/tutorial/two-ranks.md", "docs/howto/own-loop.md", "docs/howto/placement.md")
 OF_A_FOLDER = ("docs/howto/hugging-face.md", "docs/howto/expert-memory.md")
 INTERPRETED = ("docs/tutorial/kernel-change.md",)
 ELSEWHERE = ("docs/howto/megatron.md",)  # integrations/megatron/test_megatron.py
