@@ -230,8 +230,12 @@ def kernel_modules() -> list[str]:
 
 @functools.cache
 def cases_of(module: str) -> list[KernelCase | CudaCase]:
-    """The configurations a module declares; a process records them once."""
-    return importlib.import_module(module).aot_cases()
+    """The configurations a module declares, each kernel under its first name; a process records them once."""
+    found: dict[Any, KernelCase | CudaCase] = {}
+    for case in importlib.import_module(module).aot_cases():
+        kernel = case.source.text if isinstance(case, CudaCase) else (case.source.hash(), str(case.options))
+        found.setdefault(kernel, case)
+    return list(found.values())
 
 
 def is_for(arch: Arch, case: KernelCase | CudaCase) -> bool:

@@ -1,24 +1,23 @@
-"""Which shapes of blocks the decode kernels take, and which are the default for a step."""
+"""Shapes of the blocks of the decode kernels, and the table of those that were measured best."""
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 
-from .scales import CODED_LANE, EIGHT, MX
+from ..runtime.arguments import power_of_2
+from .scales import BLOCK, CODED_LANE, EIGHT, MX
 
 LOAD_BYTES = 16
 FEW_BLOCKS = 200  # one and a half for each SM of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
-SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on an SM with 65536
 KINDS = 1024  # kinds of steps whose blocks, and whose launches, are kept
 QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BlockShape:
     """Block of one of the two kernels."""
 
@@ -36,9 +35,6 @@ class BlockShape:
     max_registers: int = 0
 
 
-LONG_STEPS = BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)  # for quantised weights of small experts
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
     """How a decode step runs; every choice computes the same sums in another order of additions."""
@@ -54,12 +50,6 @@ class DecodeConfig:
     # expert that more tokens chose is read once more for each tile of them
     tile: int = 64
 
-    def fit(self, hidden_size: int, ffn_size: int, **changes: Any) -> "DecodeConfig":
-        """Return the config with ``changes``, and with steps no longer than their contractions."""
-        gate_up = replace(self.gate_up, depth=min(self.gate_up.depth, triton.next_power_of_2(hidden_size)))
-        down = replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
-        return replace(self, gate_up=gate_up, down=down, **changes)
-
 
 def lane_of(dtype: torch.dtype) -> int:
     """Weights in the 16 bytes that a thread loads at once; int32 are words of eight e2m1 codes (MXFP4).
@@ -74,6 +64,74 @@ def least_depth(lane: int) -> int:
     return QUANTISED_BYTES // LOAD_BYTES * lane
 
 
+def _vector(gate_up: BlockShape, down: BlockShape, **options: Any) -> DecodeConfig:
+    return DecodeConfig(form="vector", gate_up=gate_up, down=down, **options)
+
+
+def _matrix(gate_up: BlockShape, down: BlockShape, tile: int = 64) -> DecodeConfig:
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, tile=tile)
+
+
+class Row(NamedTuple):
+    """The blocks of steps of one kind; an empty word stands for all."""
+
+    weights: str  # kinds of weights: plain (16 bits), fp8 (block FP8), mxfp8, mxfp4
+    tokens: str  # bfloat16, float16
+    experts: str  # small, large (``is_large``)
+    most_tokens: int
+    config: DecodeConfig
+
+
+NARROW, TALL = BlockShape(32, 128, num_stages=4), BlockShape(64, 128, num_warps=8)
+WIDE, SHORT = BlockShape(128, 128, num_warps=8), BlockShape(32, 256)
+PLAIN, DEEP = BlockShape(64, 128), BlockShape(64, 128, num_stages=4)
+LONG = _matrix(BlockShape(32, 256), BlockShape(64, 256), 8)
+BYTES, CODES = (BlockShape(2, 512, 1), BlockShape(8, 256, 1)), (BlockShape(2, 1024, 1), BlockShape(16, 256, 1))
+# The first row that a step matches was fastest on an H200 (``benchmarks/results/decode.md``).
+#
+# Large experts in 16 bits leave nothing to load early. Of quantised experts there are many blocks, and not only memory
+# bounds these. One or two tokens: half a warp for a row of w2 in bytes, as much of which is loaded early as fits. Tiles
+# of 8 read an expert that all tokens chose again for every 8 tokens; tiles of 16 cost little then, and are nearly as
+# fast else. Models with large experts have few, and many tokens choose each: no tiles. MXFP8 takes longer steps,
+# because its scales are loads, too, but not for float16 tokens: they multiply in tf32, whose operands take twice the
+# registers. MXFP4 takes what MXFP8 takes, but no long steps of w2 in passes: these spill over ranks, and short steps
+# spill if the compiler aims at 96 registers. With 80 registers six blocks of FP8 run on an SM in place of five.
+ROWS = (
+    Row("plain", "", "small", 1, _vector(BlockShape(2, 256, 1), BlockShape(8, 256, 1), ahead=1)),
+    Row("plain", "", "large", 1, _vector(BlockShape(1, 1024), BlockShape(1, 256, 1), fold=True)),
+    Row("plain", "", "large", 2, _vector(BlockShape(1, 1024, 2), BlockShape(4, 256, 1))),
+    Row("plain", "", "", 8, _matrix(NARROW, WIDE)),
+    Row("plain", "", "", 16, _matrix(TALL, WIDE)),
+    Row("plain", "", "", 32, _matrix(TALL, PLAIN)),
+    Row("plain", "", "small", 64, _matrix(TALL, BlockShape(64, 64, num_stages=4))),
+    Row("plain", "", "large", 64, _matrix(TALL, WIDE)),
+    Row("fp8 mxfp8", "", "", 1, _vector(*BYTES, ahead=3)),
+    Row("fp8 mxfp8", "", "", 2, _vector(*BYTES, ahead=1)),
+    Row("mxfp4", "", "", 1, _vector(*CODES, ahead=3)),
+    Row("mxfp4", "", "", 2, _vector(*CODES, ahead=1)),
+    Row("fp8", "", "small", 8, LONG),
+    Row("fp8", "", "small", 32, _matrix(BlockShape(64, 256, num_stages=2), replace(DEEP, max_registers=80), 8)),
+    Row("fp8", "", "small", 64, _matrix(NARROW, DEEP, 16)),
+    Row("fp8", "", "large", 8, _matrix(PLAIN, DEEP, 8)),
+    Row("mxfp8", "bfloat16", "small", 64, LONG),
+    Row("mxfp4", "bfloat16", "small", 8, LONG),
+    Row("mxfp4", "bfloat16", "small", 64, _matrix(LONG.gate_up, replace(DEEP, max_registers=128), 8)),
+    Row("mxfp8 mxfp4", "bfloat16", "large", 8, _matrix(LONG.gate_up, DEEP, 8)),
+    Row("mxfp8 mxfp4", "float16", "", 8, _matrix(NARROW, DEEP, 8)),
+    Row("mxfp8 mxfp4", "float16", "small", 16, _matrix(PLAIN, BlockShape(128, 128))),
+    Row("mxfp8 mxfp4", "float16", "small", 32, _matrix(BlockShape(64, 64), BlockShape(128, 64))),
+    Row("mxfp8 mxfp4", "float16", "small", 64, _matrix(PLAIN, DEEP, 16)),
+    Row("fp8 mxfp8 mxfp4", "", "large", 16, _matrix(PLAIN, BlockShape(128, 128))),
+    Row("fp8 mxfp8 mxfp4", "bfloat16", "large", 64, _matrix(PLAIN, BlockShape(128, 128))),
+    Row("fp8 mxfp8 mxfp4", "float16", "large", 64, _matrix(BlockShape(64, 64), BlockShape(128, 64))),
+)
+
+
+def is_large(hidden_size: int, ffn_size: int) -> bool:
+    """Whether an expert is as large as those of Mixtral and DeepSeek-V3, rather than as those of Qwen3."""
+    return hidden_size * ffn_size >= LARGE_EXPERT
+
+
 @functools.lru_cache(maxsize=KINDS)
 def select(
     dtype: torch.dtype,
@@ -84,140 +142,58 @@ def select(
     *,
     shared_scale: int = 0,
     four_bits: bool = False,
-    dependent: bool = True,
 ) -> DecodeConfig:
-    """The default for a step.
-
-    16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models
-    (``benchmarks/results/decode.md``): vector for one token, and for two where experts are large or quantised; else
-    matrix. float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once),
-    else matrix. MXFP4: what MXFP8 takes, with as many bytes for each thread in the vector form; at four tokens none of
-    ten others was faster.
+    """Return the blocks of a step, from ``ROWS``; those of float32 tokens were not measured and follow a rule.
 
     Args:
         dtype: Of the tokens, and of weights whose ``shared_scale`` is 0.
         four_bits: Whether the weights are MXFP4, where their scale is that of an MX type.
-        dependent: Whether down may start while gate/up drains, where experts are not too large for it to pay.
     """
     lane = (CODED_LANE.value if four_bits else LOAD_BYTES) if shared_scale else lane_of(dtype)
-    large = is_large(hidden_size, ffn_size)
     if dtype == torch.float32:
         config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, lane)
-    elif num_tokens <= 2 and shared_scale:
-        config = _few_quantised(num_tokens, lane)
-    elif shared_scale:
-        config = _quantised_blocks(num_tokens, dtype, shared_scale, four_bits, large)
-    elif num_tokens == 1 or (num_tokens == 2 and large):
-        config = _few_blocks(num_tokens, large)
     else:
-        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size)
+        weights = {0: "plain", BLOCK.value: "fp8", MX.value: "mxfp4" if four_bits else "mxfp8"}[shared_scale]
+        tokens = "float16" if dtype == torch.float16 else "bfloat16"
+        experts = "large" if is_large(hidden_size, ffn_size) else "small"
+        config = next(
+            row.config for row in ROWS
+            if weights in row.weights.split() and row.tokens in ("", tokens) and row.experts in ("", experts)
+            and num_tokens <= row.most_tokens
+        )  # fmt: skip
+        if config.form == "matrix" and not shared_scale:
+            config = _narrowed(config, num_tokens, num_tokens * top_k, hidden_size, ffn_size)
+    # Steps are no longer than their contractions.
     least = least_depth(lane) if shared_scale else 1
+    depths = (power_of_2(max(size, least)) for size in (hidden_size, ffn_size))
+    gate_up, down = (
+        replace(block, depth=min(block.depth, depth))
+        for block, depth in zip((config.gate_up, config.down), depths, strict=True)
+    )
     # If gate/up has very many blocks, the blocks of down would take their room and wait.
-    dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
-    return config.fit(max(hidden_size, least), max(ffn_size, least), dependent=dependent)
+    return replace(config, gate_up=gate_up, down=down, dependent=hidden_size * ffn_size < LONG_EXPERT)
+
+
+def _narrowed(config: DecodeConfig, num_tokens: int, rows: int, hidden_size: int, ffn_size: int) -> DecodeConfig:
+    """Return narrower blocks where so few tokens of so small experts would leave SMs without one."""
+    if num_tokens <= 8 and rows * ffn_size < FEW_BLOCKS * NARROW.rows:
+        config = replace(config, gate_up=replace(NARROW, rows=16))
+    if num_tokens <= 16 and rows * hidden_size < FEW_BLOCKS * WIDE.rows:
+        config = replace(config, down=SHORT)
+    return config
 
 
 def _float32_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int) -> DecodeConfig:
+    """Vector for one token (and fold) and two (so that an expert both chose is read once), else matrix."""
     if num_tokens > 2:
-        block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
-        return DecodeConfig(form="matrix", gate_up=block, down=block)
+        block = BlockShape(16, max(32, least_depth(lane)), num_stages=2)
+        return _matrix(block, block)
     loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
     if lane == CODED_LANE.value:
         loads //= 2  # with 128 bytes of the token, more would not fit into registers
-    rows = max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
+    rows = max(2, 2 * loads // power_of_2(top_k)) if num_tokens == 1 else 4
     gate_up, down = _vector_block(lane, hidden_size, rows=loads // 2), _vector_block(lane, ffn_size, rows=rows)
-    return DecodeConfig(form="vector", gate_up=gate_up, down=down, fold=num_tokens == 1)
-
-
-def is_large(hidden_size: int, ffn_size: int) -> bool:
-    """Whether an expert is as large as those of Mixtral and DeepSeek-V3, rather than as those of Qwen3."""
-    return hidden_size * ffn_size >= LARGE_EXPERT
-
-
-def _few_quantised(num_tokens: int, lane: int) -> DecodeConfig:
-    """One or two tokens: half a warp for a row of w2 in bytes, as much of which is loaded early as fits.
-
-    In MXFP4, 32 weights for each of the lanes, a step of w2 is as long, for it fits F, and has twice the rows.
-    """
-    gate_up = BlockShape(rows=2, depth=32 * lane, num_warps=1)
-    down = BlockShape(rows=lane // 2, depth=256, num_warps=1)
-    ahead = 3 if num_tokens == 1 else 1
-    return DecodeConfig(form="vector", gate_up=gate_up, down=down, ahead=ahead)
-
-
-def _few_blocks(num_tokens: int, large: bool) -> DecodeConfig:
-    """One or two tokens, weights of 16 bits: small blocks of one warp; large experts leave nothing to load early."""
-    is_one = num_tokens == 1
-    if not large:
-        gate_up, down = BlockShape(rows=2, depth=256, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
-        return DecodeConfig(form="vector", gate_up=gate_up, down=down, ahead=1)
-    gate_up = BlockShape(rows=1, depth=1024, num_warps=4 if is_one else 2)
-    down = BlockShape(rows=1 if is_one else 4, depth=256, num_warps=1)
-    return DecodeConfig(form="vector", gate_up=gate_up, down=down, fold=is_one)
-
-
-def _quantised_blocks(
-    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool
-) -> DecodeConfig:
-    """Return blocks for few tokens of an expert; there are many blocks, and not only memory bounds them.
-
-    Tiles of 8 read an expert that all tokens chose again for every 8 tokens; tiles of 16 cost little then, and are
-    nearly as fast else. MXFP8 takes longer steps, because its scales are loads, too, but not for float16 tokens: they
-    multiply in tf32, whose operands take twice the registers. Models with large experts have few, and many tokens
-    choose each: no tiles. MXFP4 takes no long steps of w2 in passes: long steps spill over ranks, and short steps spill
-    if the compiler aims at 96 registers.
-    """
-    is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
-    gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
-    narrow = BlockShape(rows=32, depth=128, num_stages=4)
-    tile = 8
-    if is_mx and not (is_half or large):
-        gate_up, long_down = LONG_STEPS
-        down = replace(down, max_registers=FOUR_BLOCKS_REGISTERS) if four_bits and num_tokens > 8 else long_down
-    elif num_tokens <= 32 and not (is_mx or large):
-        gate_up, down = _small_fp8_blocks(num_tokens)
-    elif num_tokens <= 8 and is_mx:
-        gate_up = narrow if is_half else LONG_STEPS[0]
-    elif num_tokens > 8 and (large or num_tokens <= 32):
-        depth = 64 if is_half and num_tokens > 16 else 128
-        gate_up, down = replace(gate_up, depth=depth), BlockShape(rows=128, depth=depth, num_stages=3)
-        tile = 64
-    elif num_tokens > 32:
-        gate_up = gate_up if is_mx else narrow
-        tile = 16
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, tile=tile)
-
-
-def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
-    """Return blocks for small experts in block FP8, up to 32 tokens in tiles of 8; some steps have two scales.
-
-    From 9 tokens on the down kernel is faster with six blocks per SM in place of five.
-    """
-    if num_tokens <= 8:
-        return LONG_STEPS
-    down = BlockShape(rows=64, depth=128, num_stages=4, max_registers=SIX_BLOCKS_REGISTERS)
-    return BlockShape(rows=64, depth=256, num_stages=2), down
-
-
-def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int) -> DecodeConfig:
-    """Return large blocks, which keep more loads in flight, or narrower ones if a GPU would have too few blocks."""
-    routed_rows = num_tokens * top_k
-    if num_tokens > 8:
-        gate_up = BlockShape(rows=64, depth=128, num_warps=8, num_stages=3)
-    else:
-        enough = routed_rows * ffn_size >= FEW_BLOCKS * 32
-        gate_up = BlockShape(rows=32 if enough else 16, depth=128, num_stages=4)
-    if num_tokens > 32 and is_large(hidden_size, ffn_size):
-        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
-    elif num_tokens > 32:
-        down = BlockShape(rows=64, depth=64, num_stages=4)
-    elif num_tokens > 16:
-        down = BlockShape(rows=64, depth=128, num_stages=3)
-    elif routed_rows * hidden_size >= FEW_BLOCKS * 128:
-        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
-    else:
-        down = BlockShape(rows=32, depth=256, num_stages=3)
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down)
+    return _vector(gate_up, down, fold=num_tokens == 1)
 
 
 def _vector_block(lane: int, contraction: int, *, rows: int) -> BlockShape:

@@ -292,6 +292,15 @@ def test_blocks_are_selected_for_every_step(
             assert not is_vector or block.depth >= min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"
 
 
+def test_measured_blocks_examples() -> None:
+    qwen3, mixtral = (2048, 768), (4096, 14336)
+    assert select(torch.bfloat16, 1, 8, *qwen3).down == BlockShape(rows=8, depth=256, num_warps=1)
+    assert select(torch.bfloat16, 1, 2, *mixtral).fold
+    assert select(torch.bfloat16, 3, 1, 160, 96).gate_up == BlockShape(rows=16, depth=128, num_stages=4)
+    assert select(torch.bfloat16, 9, 8, *qwen3, shared_scale=128).down.max_registers == 80
+    assert [select(torch.bfloat16, 9, 8, *qwen3, shared_scale=scale).tile for scale in (0, 32)] == [64, 8]
+
+
 @pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.usefixtures("interpreted")
 def test_what_a_graph_uses_lives_as_long_as_the_weights_it_reads(

@@ -228,7 +228,7 @@ def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> No
     arguments = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
     sizes = (case.T, case.K, case.D, case.F)
     types = dict(shared_scale=inputs.weights.shared_scale, four_bits=inputs.weights.per_number > 1)
-    config = select(torch.bfloat16, *sizes, **types, dependent=dependent)
+    config = replace(select(torch.bfloat16, *sizes, **types), dependent=dependent)
     graph, output = captured(lambda: run_kernels(*arguments, scratch=scratch, config=config))
     generator = torch.Generator("cuda").manual_seed(0)
     used = inputs.weights.slots.clone()
