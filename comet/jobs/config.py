@@ -154,6 +154,7 @@ class TrainConfig(StepConfig):
         eval_batches: Held-out batches of ``batch_size`` sequences per evaluation, shared out among the ranks.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         checkpoint_every: Steps between checkpoints, of which the newest two are kept; 0 saves at the end only.
+        async_save: Whether the files of checkpoints are written in the background, from a copy in host memory.
         sample_bytes: Length of the text generated at the end; 0 generates none.
         cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto``: if
             possible; ``on``: an error if it is not; ``off``: never. A graph is faster with few tokens; it keeps the
@@ -173,6 +174,7 @@ class TrainConfig(StepConfig):
     eval_batches: limits.Count = 64
     eval_every: limits.Natural = 200
     checkpoint_every: limits.Natural = 200
+    async_save: bool = False
     sample_bytes: limits.Natural = 80
     cuda_graph: GraphMode = "auto"
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections import ChainMap
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
-from comet.comm.handshake import patience
+from comet.comm.handshake import PATIENCE, patience
 from comet.config import require
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
@@ -43,7 +44,7 @@ from comet.training.checkpoint_folder import (
     read_checkpoint,
     remove_checkpoint,
 )
-from comet.training.ranks import from_first_rank, gather
+from comet.training.ranks import from_first_rank
 from comet.training.saved_settings import SETTINGS_FILE, flat, to_yaml
 from comet.utils.shared_file import naming, write_whole
 
@@ -52,9 +53,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 alone_on_purpose = partial(warnings.catch_warnings, action="ignore", category=UserWarning)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpointer:
-    """Saves a model and its optimizer, and loads them."""
+    """Saves a model and its optimizer, and loads them; where files are written in the background, leaving it waits."""
 
     root: Path  # folder of the checkpoints, shared by all ranks
     model: GPT
@@ -63,23 +64,64 @@ class Checkpointer:
     settings: Mapping[str, Any] = field(default_factory=dict)  # kept in every checkpoint
     text: str = ""  # fingerprint of the text that the run learns from
     layers: Mapping[str, Any] = field(default_factory=dict)  # device, path and split of its MoE layers
+    in_background: bool = False  # whether files are written in the background, from a copy in host memory
+    path: Path | None = field(default=None, init=False)  # the last checkpoint that was saved or loaded
+    _pending: tuple[Path, Future[Any]] | None = field(default=None, init=False)  # the save in the background
+    _ranks: ProcessGroup | None = field(default=None, init=False)  # for collectives apart from those of training
+
+    def __enter__(self) -> Self:
+        if self.in_background and self.group.world_size > 1:
+            self._ranks = dist.new_group(backend="gloo", timeout=PATIENCE)
+        elif self.in_background:  # ``alone_on_purpose`` ends before torch's thread warns.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the save that is under way end, even after an error of training."""
+        if self._pending is not None:
+            wait([self._pending[1]])
+        if self._ranks is not None:
+            dist.destroy_process_group(self._ranks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed; ``finish`` says why."""
+        future = self._pending and self._pending[1]
+        return bool(future and future.done() and future.exception())
 
     @patience()
     def save(self, step: int) -> Path:
         """Write a checkpoint of optimizer step ``step`` and return its folder (collective).
 
-        It is complete when any rank returns. If a file cannot be written, remove the others and raise ``ValueError``.
+        It is complete when any rank returns, or, if files are written in the background, after ``finish``. If a file
+        cannot be written, remove the others and raise ``ValueError``.
         """
+        self.finish()
         tensors, part = self._tensors(), partial_path(self.root / folder_name(step))
         try:
             part = from_first_rank(partial(self._open, step))
-            writer = Writer(part)
-            with alone_on_purpose():
-                dcp.save(tensors, storage_writer=writer)
-            checksums = dict(ChainMap(*gather(writer.checksums)))
-            return from_first_rank(partial(self._complete, part, step, checksums))
+            writer = Writer(part, partial(self._complete, part, step))
+            if self.in_background:
+                saved: Any = dcp.async_save(tensors, storage_writer=writer, process_group=self._ranks)
+                self._pending = part, saved
+            else:
+                with alone_on_purpose():
+                    dcp.save(tensors, storage_writer=writer)
+                self.path = part.with_suffix("")
         except (CheckpointException, OSError) as error:  # All ranks raise it.
-            self._refuse(part, error, sum(tensor.nbytes for tensor in tensors.values()))
+            self._refuse(part, error)
+        return part.with_suffix("")
+
+    def finish(self) -> None:
+        """Wait for the save that is under way; raise ``ValueError`` if it has failed (collective)."""
+        if self._pending is None:
+            return
+        (part, saved), self._pending = self._pending, None
+        try:
+            saved.result()
+        except (CheckpointException, OSError) as error:  # All ranks raise it.
+            self._refuse(part, error)
+        self.path = part.with_suffix("")
 
     def require_room(self, num_saves: int, *, overwrite: bool) -> None:
         """Raise ``ValueError`` unless the disk has room for the checkpoints of a run that saves so often (collective).
@@ -121,6 +163,7 @@ class Checkpointer:
         read_tensors(checkpoint.path, self._tensors())
         for state in self.optimizer.state.values():
             state["step"].fill_(float(checkpoint.step))
+        self.path = checkpoint.path
         return checkpoint.step
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -145,9 +188,10 @@ class Checkpointer:
         with naming(part):
             return complete(part, manifest, checksums)
 
-    def _refuse(self, part: Path, error: CheckpointException | OSError, num_bytes: int) -> NoReturn:
+    def _refuse(self, part: Path, error: CheckpointException | OSError) -> NoReturn:
         """Remove what was written and say why in one line (collective)."""
         path, (where, cause) = part.with_suffix(""), _cause(error)
+        num_bytes = sum(tensor.nbytes for tensor in self._tensors().values())
 
         def tidy_up() -> str:
             remove_checkpoint(part)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -71,21 +73,42 @@ class Reader(dcp.FileSystemReader):
         return found
 
 
-class Writer(dcp.FileSystemWriter):
-    """Writes tensors; an error of the system about a file is raised as it is."""
+@dataclass(frozen=True)
+class Written(WriteResult):
+    """A tensor in a file, and the checksum of the whole file."""
 
-    def __init__(self, path: Path) -> None:
+    checksum: str
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes tensors; an error of the system about a file is raised as it is.
+
+    Args:
+        path: Folder of the files.
+        complete: Called on rank 0 once the files of all ranks are there, with the checksum of each.
+    """
+
+    def __init__(self, path: Path, complete: Callable[[Mapping[str, str]], object]) -> None:
         super().__init__(path)
-        self.checksums: dict[str, str] = {}  # The key is the name of a file that this rank wrote.
+        self._complete = complete
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share; raise ``OSError`` where torch would only say that a position is unexpected."""
         try:
-            results = super().write_data(plan, planner)
+            results = super().write_data(plan, planner).value()
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        names = {result.storage_data.relative_path for result in results.value()}
-        self.checksums.update({name: checksum(Path(self.path, name)) for name in names})
-        return results
+        names = {result.storage_data.relative_path for result in results}
+        checksums = {name: checksum(Path(self.path, name)) for name in names}
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(
+            [Written(**vars(result), checksum=checksums[result.storage_data.relative_path]) for result in results]
+        )
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        written: Any = chain.from_iterable(results)
+        self._complete({result.storage_data.relative_path: result.checksum for result in written})

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,8 +110,7 @@ def write_placed(found: Placement, folder: Path) -> Path:
             tensors[name] = tensor[order]
     part = open_partial(folder, checkpoint.step)
     shutil.copyfile(checkpoint.path / SETTINGS_FILE, part / SETTINGS_FILE)
-    writer = Writer(part)
-    with alone_on_purpose():
-        dcp.save(tensors, storage_writer=writer)
     kept = {name: getattr(checkpoint, name) for name in ("step", "layout", "model", "text", "layers")}
-    return complete(part, kept, writer.checksums)
+    with alone_on_purpose():
+        dcp.save(tensors, storage_writer=Writer(part, partial(complete, part, kept)))
+    return part.with_suffix("")

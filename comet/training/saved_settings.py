@@ -21,7 +21,7 @@ NOT_KEPT = ("output_dir", "resume", "overwrite", "resume_changes")
 FREE = (
     *NOT_KEPT, "nproc", "parallel", "comm", "tune", "launch", "model.name",
     "model.moe.max_imbalance", "data.path", "train.checkpoint_every", "train.eval_every", "train.sample_bytes",
-    "train.cuda_graph", "train.fsdp", "train.gradient_checkpointing",
+    "train.cuda_graph", "train.async_save", "train.fsdp", "train.gradient_checkpointing",
 )  # fmt: skip
 
 

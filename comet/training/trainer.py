@@ -95,9 +95,9 @@ class Trainer:
         optimizer = make_optimizer(self.model, config.train)
         self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
         self.checkpointer = Checkpointer(
-            self.output_dir, self.model, optimizer, group, settings_of(config, group.world_size), corpus.digest, layers
-        )
-        self.checkpoint_path = checkpoint.path if checkpoint else None
+            self.output_dir, self.model, optimizer, group, settings_of(config, group.world_size), corpus.digest, layers,
+            in_background=config.train.async_save,
+        )  # fmt: skip
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.request = StopRequest(group.device)
         self.timed: list[tuple[int, float]] = []  # steps and seconds of every window
@@ -110,13 +110,13 @@ class Trainer:
     def report_start(self, notes: list[str]) -> None:
         """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
         config, group = self.config, self.group
-        earlier = self.checkpoint_path.parent if self.checkpoint_path else None
+        earlier = self.checkpointer.path and self.checkpointer.path.parent
         steps = {"first_step": self.first_step, "total_steps": config.train.steps}
         self.reporter = Reporter(self.output_dir, enabled=group.world_rank == 0, **steps, earlier=earlier)
         for note in notes:
             self.reporter.note(note)
         if self.first_step:
-            self.reporter.note(f"continuing {self.checkpoint_path} from step {self.first_step}")
+            self.reporter.note(f"continuing {self.checkpointer.path} from step {self.first_step}")
         self.reporter.note(
             f"{config.model.name}: {self.model.num_parameters():,} parameters, {group.data_parallel} x "
             f"(ep={group.parallel.ep} x tp={group.parallel.tp}) ranks on {group.device.type}, "
@@ -125,7 +125,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, save and report; once a rank is asked to stop, only save and report (collective)."""
-        with self.request:
+        with self.request, self.checkpointer:
             with suppress(Stopped):
                 self._train()
                 return self._judge()
@@ -141,7 +141,9 @@ class Trainer:
             self.step += 1
             unseen = len(window) if self.group.device.type == "cuda" else 0
             with self._divergence(self.step - unseen):
-                metrics = self.train_step(self.step - 1, told_to_stop=self.request.told)
+                # After a save that failed, all ranks stop after the same step, and ``_save`` says why.
+                told_to_stop = self.request.told or self.checkpointer.failed
+                metrics = self.train_step(self.step - 1, told_to_stop=told_to_stop)
                 is_last = self.step == settings.steps
                 stopped = self.request.agreed(metrics.told_to_stop) and not is_last
             window.append(metrics)
@@ -186,6 +188,7 @@ class Trainer:
         self.request.check()
 
     def _facts(self) -> dict[str, Any]:
+        self.checkpointer.finish()
         config, group = self.config, self.group
         warm = self.timed[1:] or self.timed  # the first window compiled and captured
         tokens = sum(steps for steps, _ in warm) * self.train_step.tokens_per_step
@@ -211,7 +214,7 @@ class Trainer:
             "peak_memory_bytes": int(peak_memory),
             "dropped_rows": sum(window.dropped_rows for window in self.reporter.history.windows),
             "output_dir": str(self.output_dir),
-            "checkpoint": str(self.checkpoint_path),
+            "checkpoint": str(self.checkpointer.path),
         }
 
     def _save(self) -> None:
@@ -219,7 +222,7 @@ class Trainer:
         names = self.checkpointer.not_finite()
         what = f"NaN or Inf in {names[0]} and {len(names) - 1} other tensors, which are not saved" if names else ""
         require(not names, self._diverged(self.step, what))
-        self.checkpoint_path = self.checkpointer.save(self.step)
+        self.checkpointer.save(self.step)
 
     def _close_window(self, window: list[StepMetrics], started: float) -> None:
         """Wait for the device and record ``window``; everything after it may rely on finite losses."""
@@ -258,7 +261,7 @@ class Trainer:
         when = f"at step {self.step}" if first == self.step else f"at one of the steps {first} to {self.step}"
         return (
             f"training diverged {when} ({what}): train.lr={settings.lr} must be lower or "
-            f"train.warmup_steps={settings.num_warmup_steps} higher; the last checkpoint is {self.checkpoint_path}"
+            f"train.warmup_steps={settings.num_warmup_steps} higher; the last checkpoint is {self.checkpointer.path}"
         )
 
 
