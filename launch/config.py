@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from glob import glob
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -50,8 +51,12 @@ STANDS_IN = {
     "sweep.num_panels": "overlap.num_panels", "tune.models": "model", "tune.tokens": "train.batch_size",
     "generate.source": "model",
 }  # fmt: skip
-INPUTS = {"data.path": "an existing file or folder", "resume": "'auto', a checkpoint or a folder of checkpoints"}
-FOLDERS = ("output_dir", "resume", "data.path", "generate.source", "tune.profiles")  # shells leave x=~/y as it is
+INPUTS = {
+    "data.path": "an existing file or folder, or a pattern of some", "data.tokenizer": "an existing file or folder",
+    "resume": "'auto', a checkpoint or a folder of checkpoints",
+}  # fmt: skip
+# Shells leave x=~/y as it is.
+FOLDERS = ("output_dir", "resume", "data.path", "data.tokenizer", "generate.source", "tune.profiles")
 
 
 def compose(
@@ -213,7 +218,7 @@ def require_inputs(container: Mapping[str, Any], dry_run: bool) -> None:
     settings = flat(container)
     for name, rule in INPUTS.items():
         path = settings.get(name)
-        if path not in (None, "auto") and not os.path.exists(path):
+        if path not in (None, "auto") and not (os.path.exists(path) or glob(path)):
             raise FileNotFoundError(errno.ENOENT, f"{name} must be {rule}", path)
     if dry_run:
         return

@@ -44,17 +44,17 @@ def describe_train(job: TrainJob, num_ranks: int, device: torch.device) -> list[
     """Comment lines with a table, which follow the settings; the type of ``device`` decides an open element type."""
     tokens, dtype = job.step_tokens, activation_dtype(job.train.dtype, device)
     check_model_overlap(job, dtype, device)
-    corpus = read_corpus(job.data, job.model.context)
+    corpus = read_corpus(job.data, job.model.context, job.model.vocab_size)
     folder = RunFolder(job, attempt=0)
     folder.require_own([found.path for found in list_checkpoints(folder.folder)[0]])
     checkpoints, _ = find_checkpoints(job.resume, job.output_dir)
     for checkpoint in checkpoints[:1]:
         checkpoint.check_model(job.model)
-    needs = training_needs(job, num_ranks, dtype)
+    needs, unit = training_needs(job, num_ranks, dtype), corpus.vocabulary.unit
     needs["total"] = sum(needs.values())
     return [
         *([f"# warning: {job.model.moe.caution}"] if job.model.moe.caution else []),
-        f"# {corpus.source}: {len(corpus.train):,} bytes to learn from, {len(corpus.heldout):,} held out",
+        f"# {corpus.source}: {len(corpus.train):,} {unit}s to learn from, {len(corpus.heldout):,} held out",
         *(f"# goes on from {checkpoint.path}, if its files are whole" for checkpoint in checkpoints[:1]),
         f"# {counted_ranks(num_ranks, device)}: {num_ranks // job.parallel.world_size} data-parallel groups of "
         f"ep={job.parallel.ep} x tp={job.parallel.tp}, {tokens} tokens per rank and step",

@@ -16,30 +16,30 @@ from comet.integrations.hf.families import moe_config
 from comet.integrations.hf.modules import CometExperts, drafting_gate, router_beside
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import stored_paths
+from comet.training.saved_settings import TOKENIZER_FILE, read_settings
 from comet.utils.graphs import WARM_CALLS, GraphMode
-
-TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
 
 def open_codec(folder: Path) -> TokenizerCodec:
     """The tokenizer of a model's folder."""
     from comet.integrations.hf.families import require_transformers
-    from comet.integrations.hf.settings import end_ids, read_config, read_generation_config
+    from comet.integrations.hf.settings import end_ids, open_tokenizer, read_config, read_generation_config
 
     require_transformers()
-    from transformers import AutoTokenizer
-
-    # Without any of these files transformers hands out a tokenizer that knows no word.
-    files = [path.name for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
-    require(bool(files), f"generate.source={str(folder)!r} must hold a tokenizer: one of {', '.join(TOKENIZER_FILES)}")
     config, where = read_config(folder), f"the configuration of {folder}"
     ends = end_ids(vars(read_generation_config(folder) or config), where)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return TokenizerCodec(tokenizer, ends, config.vocab_size)
-    except Exception as error:  # tokenizers raises this very class, and files of other shapes any other
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"generate.source={str(folder)!r} must hold a tokenizer that can be read: {said}") from error
+    return TokenizerCodec(open_tokenizer("generate.source", folder), ends, config.vocab_size)
+
+
+def open_run_codec(checkpoint: Path, vocab_size: int) -> TokenizerCodec:
+    """The tokenizer that a run with one keeps in its checkpoints."""
+    from comet.integrations.hf.families import require_transformers
+    from comet.integrations.hf.settings import open_tokenizer
+
+    require_transformers()
+    end = (read_settings(checkpoint) or {})["data"]["end_token"]
+    tokenizer = open_tokenizer("generate.source", checkpoint / TOKENIZER_FILE, end)
+    return TokenizerCodec(tokenizer, frozenset({tokenizer.eos_token_id}), vocab_size)
 
 
 class HFEngine(Engine):

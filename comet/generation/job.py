@@ -28,6 +28,7 @@ from comet.models.gpt import GPT
 from comet.schedule.choice import Machine
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext, from_first_rank, gather
+from comet.training.saved_settings import TOKENIZER_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def generate_job(config: GenerateJob, context: RankContext) -> dict[str, Any]:
         refuse("with a Hugging Face folder", moe_path=config.moe_path, overlap=config.overlap)
     for reason in source.skipped if context.rank == 0 else ():
         logger.warning("skipped: %s", reason)
-    codec = _open_codec(source)
+    codec = _open_codec(source, config.model.vocab_size)
     prompts = from_first_rank(lambda: encode_prompts(settings, codec, config.model.context))
     dtype = activation_dtype(settings.dtype, context.device)
     budget = plan_experts(config, dtype)
@@ -78,7 +79,7 @@ def check_files(config: GenerateJob) -> None:
     """Read what a run reads before its weights: tokenizer, prompts and the list of tensors; refuse as the run would."""
     settings = config.generate
     source = find_source(settings.source)
-    codec = _open_codec(source)
+    codec = _open_codec(source, config.model.vocab_size)
     if settings.texts:
         encode_prompts(settings, codec, config.model.context)
     if source.checkpoint is None:
@@ -88,12 +89,12 @@ def check_files(config: GenerateJob) -> None:
             open_checkpoint(source.path, files)
 
 
-def _open_codec(source: Source) -> Codec:
-    if source.checkpoint is not None:
+def _open_codec(source: Source, vocab_size: int) -> Codec:
+    if source.checkpoint is not None and not (source.path / TOKENIZER_FILE).is_file():
         return ByteCodec()
-    from comet.generation.hf import open_codec
+    from comet.generation.hf import open_codec, open_run_codec
 
-    return open_codec(source.path)
+    return open_codec(source.path) if source.checkpoint is None else open_run_codec(source.path, vocab_size)
 
 
 def _open_engine(source: Source, config: GenerateJob, group: ExpertGroup) -> Engine:

@@ -155,7 +155,7 @@ class TrainConfig(StepConfig):
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         checkpoint_every: Steps between checkpoints, of which the newest two are kept; 0 saves at the end only.
         async_save: Whether the files of checkpoints are written in the background, from a copy in host memory.
-        sample_bytes: Length of the text generated at the end; 0 generates none.
+        sample_bytes: Bytes, or tokens of a tokenizer, of the text generated at the end; 0 generates none.
         cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto``: if
             possible; ``on``: an error if it is not; ``off``: never. A graph is faster with few tokens; it keeps the
             memory of one forward and backward pass between steps.
@@ -189,13 +189,21 @@ class DataConfig(limits.Limited):
     """The text.
 
     Args:
-        path: A file, or a folder all of whose files are read, of links and copies the first, but those whose names
-            begin with a dot; ``None`` reads the source of the Python standard library of the running interpreter.
-        heldout_fraction: Share of the bytes kept out of training.
+        path: A file, a pattern as ``texts/*.jsonl``, or a folder all of whose files are read, of links and copies the
+            first, but those whose names begin with a dot; ``None`` reads the source of the Python standard library of
+            the running interpreter.
+        heldout_fraction: Share of the bytes or tokens kept out of training.
+        tokenizer: A folder with a Hugging Face tokenizer, or a file ``tokenizer.json``; files are read as text, as
+            JSONL or as parquet, as their names end. ``None`` trains on the bytes of files of any kind.
+        text_field: With a tokenizer, name of the field or column of JSONL and parquet files that holds the text.
+        end_token: With a tokenizer, the token that follows each document; ``None`` takes the tokenizer's own.
     """
 
     path: Annotated[str, limits.filled("the name of a file or folder")] | None = None
     heldout_fraction: Annotated[float, limits.above(0), limits.below(1)] = 0.05
+    tokenizer: Annotated[str, limits.filled("the name of a folder or file")] | None = None
+    text_field: Annotated[str, limits.filled("the name of a field")] = "text"
+    end_token: Annotated[str, limits.filled("a token")] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ from comet.training.checkpoint_folder import (
     remove_checkpoint,
 )
 from comet.training.ranks import from_first_rank
-from comet.training.saved_settings import SETTINGS_FILE, flat, to_yaml
+from comet.training.saved_settings import SETTINGS_FILE, TOKENIZER_FILE, flat, to_yaml
 from comet.utils.shared_file import naming, write_whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,6 +64,7 @@ class Checkpointer:
     settings: Mapping[str, Any] = field(default_factory=dict)  # kept in every checkpoint
     text: str = ""  # fingerprint of the text that the run learns from
     layers: Mapping[str, Any] = field(default_factory=dict)  # device, path and split of its MoE layers
+    tokenizer_json: str = ""  # kept in every checkpoint, too; bytes have none
     in_background: bool = False  # whether files are written in the background, from a copy in host memory
     path: Path | None = field(default=None, init=False)  # the last checkpoint that was saved or loaded
     _pending: tuple[Path, Future[Any]] | None = field(default=None, init=False)  # the save in the background
@@ -178,6 +179,8 @@ class Checkpointer:
     def _open(self, step: int) -> Path:
         part = open_partial(self.root, step)
         write_whole(part / SETTINGS_FILE, to_yaml(self.settings))
+        if self.tokenizer_json:
+            write_whole(part / TOKENIZER_FILE, self.tokenizer_json)
         return part
 
     def _complete(self, part: Path, step: int, checksums: Mapping[str, str]) -> Path:

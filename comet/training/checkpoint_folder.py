@@ -26,7 +26,7 @@ from typing import Any
 from comet.config import require
 from comet.kernels.runtime.activation import SWIGLU
 from comet.models.config import ModelConfig
-from comet.training.saved_settings import SETTINGS_FILE, flat
+from comet.training.saved_settings import SETTINGS_FILE, TOKENIZER_FILE, flat
 from comet.utils.shared_file import write_whole
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
 OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
 OWN_FILES = re.compile(
-    rf"__\d+_\d+\.distcp|({re.escape(METADATA)}|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)})(\.tmp)?"
+    rf"__\d+_\d+\.distcp|({re.escape(METADATA)}|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}|{re.escape(TOKENIZER_FILE)})"
+    r"(\.tmp)?"
 )
 # Values of these fields in checkpoints that are older than the fields.
 FIELDS_SINCE: Mapping[str, Any] = {"moe.expert_bias": False, **flat(asdict(SWIGLU), "moe.activation.")}
@@ -121,7 +122,8 @@ def complete(partial: Path, manifest: Mapping[str, Any], checksums: Mapping[str,
     others = [found for found in list_checkpoints(root)[0] if found.path != path]
     # The clock may have gone back since another checkpoint was saved.
     saved_at = max([time.time(), *(math.nextafter(found.saved_at, math.inf) for found in others)])
-    checksums = {**checksums, **{name: checksum(partial / name) for name in (METADATA, SETTINGS_FILE)}}
+    own = [name for name in (METADATA, SETTINGS_FILE, TOKENIZER_FILE) if (partial / name).is_file()]
+    checksums = {**checksums, **{name: checksum(partial / name) for name in own}}
     files = {name: {"bytes": (partial / name).stat().st_size, "blake2b": checksums[name]} for name in sorted(checksums)}
     record = {"format": FORMAT, "saved_at": saved_at, **manifest, "files": files}
     write_whole(partial / MANIFEST, json.dumps(record, indent=1))

@@ -1,4 +1,4 @@
-"""Text as bytes: a training part, a held-out part, and batches that depend on (seed, step, rank) only.
+"""The text of a run: a training part, a held-out part, and batches that depend on (seed, step, rank) only.
 
 No state is kept between steps, so a resumed job reads what the first one would have read, and jobs of equal world size
 read the same batches whatever their EP and TP.
@@ -12,9 +12,10 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from glob import glob
 from io import FileIO
 from itertools import accumulate, chain
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from comet.config import require
 from comet.jobs.config import DataConfig
+from comet.models.config import NUM_BYTE_VALUES
+from comet.training.tokens import Encoder, Tokens, Vocabulary, open_vocabulary, read_tokens
 
 MAX_STDLIB_BYTES = 16 * 2**20
 MOST_OPEN = 256
@@ -84,19 +87,30 @@ class Text:
 
 @dataclass(frozen=True)  # without slots, for the digest
 class Corpus:
-    """The bytes to learn from and those to be judged by."""
+    """The bytes or tokens to learn from and those to be judged by."""
 
-    train: Text
-    heldout: Text
+    train: Text | Tokens
+    heldout: Text | Tokens
     source: str  # in words
+    vocabulary: Vocabulary
+
+    @property
+    def starts(self) -> Starts:
+        """The function that says where the sequences of a batch begin."""
+        return random_starts if self.vocabulary.unit == "byte" else packed_starts
 
     @cached_property
     def digest(self) -> str:
         return _sha256(self.train, self.heldout)[:16]
 
 
-def read_corpus(config: DataConfig, context: int) -> Corpus:
-    """Read and split the text; each part must hold a sequence of ``context`` bytes and its next byte."""
+def read_corpus(config: DataConfig, context: int, vocab_size: int = NUM_BYTE_VALUES) -> Corpus:
+    """Read and split the text; each part must hold a sequence of ``context`` bytes or tokens and the next one.
+
+    With a tokenizer the last tokens of all documents in a fixed random order are held out, else bytes by
+    ``split_heldout``.
+    """
+    vocabulary = open_vocabulary(config, vocab_size)
     root = Path(sysconfig.get_path("stdlib")) if config.path is None else Path(config.path)
     files = _stdlib_files(root) if config.path is None else _files(root)
     source = "the Python standard library" if config.path is None else f"data.path={config.path!r}"
@@ -105,19 +119,23 @@ def read_corpus(config: DataConfig, context: int) -> Corpus:
         texts = _without_copies(texts)
     total = sum(map(len, texts.values()))
     require(total > 0, f"{source} must hold text, but all its {len(files)} files together hold 0 bytes")
-    train, heldout = split_heldout(texts, config.heldout_fraction)
-    for part, text in (("training", train), ("held-out", heldout)):
+    parts: Sequence[Text | Tokens] = split_heldout(texts, config.heldout_fraction)
+    if vocabulary.unit == "token":
+        encoder = Encoder(vocabulary.tokenizer_json, vocabulary.end_id, config.text_field)
+        parts = read_tokens([files[name] for name in texts], encoder, source).split(config.heldout_fraction)
+        total = sum(map(len, parts))
+    for part, text in zip(("training", "held-out"), parts, strict=True):
         require(
             len(text) > context,
-            f"{source} of {total} bytes leaves {len(text)} for the {part} part (heldout_fraction="
+            f"{source} of {total} {vocabulary.unit}s leaves {len(text)} for the {part} part (heldout_fraction="
             f"{config.heldout_fraction}), which must be more than context={context}",
         )
     copies = len(files) - len(texts)
     told = f"{len(texts)} files" + (f"; copies left out: {copies}" if copies else "")
-    return Corpus(train=train, heldout=heldout, source=f"{source} ({told})")
+    return Corpus(parts[0], parts[1], source=f"{source} ({told})", vocabulary=vocabulary)
 
 
-def _sha256(*texts: Text) -> str:
+def _sha256(*texts: Text | Tokens) -> str:
     digest = hashlib.sha256()
     for chunk in chain.from_iterable(text.chunks() for text in texts):
         digest.update(chunk)
@@ -157,15 +175,49 @@ def split_heldout(texts: dict[str, Text], fraction: float) -> tuple[Text, Text]:
     return Text(train), Text(piece for name, text in texts.items() if name in chosen for piece in text.pieces)
 
 
-def sample_batch(text: Text | Tensor, *, batch_size: int, context: int, seed: int, step: int, rank: int) -> Tensor:
-    """``(B, S + 1)`` int64, random sequences of ``text (N,)`` with their next bytes; a pure function."""
-    key = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
-    starts = torch.randint(len(text) - context, (batch_size,), generator=generator)
-    return _windows(text, starts, context)
+# Returns where ``batch_size`` sequences begin; called with the length of a text and the keywords of ``sample_batch``.
+Starts = Callable[..., Tensor]
 
 
-def heldout_windows(text: Text | Tensor, *, num_windows: int, context: int) -> Tensor:
+def random_starts(length: int, *, batch_size: int, context: int, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    return torch.randint(length - context, (batch_size,), generator=_generator(seed, step, rank))
+
+
+def packed_starts(length: int, *, batch_size: int, context: int, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    """Take the sequences that lie behind one another, each once before any comes again, in an order for each pass."""
+    num_sequences = (length - 1) // context
+    first = (step * ranks + rank) * batch_size
+    numbers = (divmod(number, num_sequences) for number in range(first, first + batch_size))
+    return torch.stack([_order(num_sequences, seed, epoch)[number] for epoch, number in numbers]) * context
+
+
+@lru_cache(2)
+def _order(num_sequences: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(num_sequences, generator=_generator(seed, "pass", epoch))
+
+
+def _generator(*words: object) -> torch.Generator:
+    key = hashlib.sha256("/".join(map(str, words)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+
+
+def sample_batch(
+    text: Text | Tokens | Tensor,
+    *,
+    batch_size: int,
+    context: int,
+    seed: int,
+    step: int,
+    rank: int,
+    ranks: int = 1,
+    starts: Starts = random_starts,
+) -> Tensor:
+    """Return ``(B, S + 1)`` int64, sequences of ``text (N,)`` with their next bytes or tokens; a pure function."""
+    where = dict(batch_size=batch_size, context=context, seed=seed, step=step, rank=rank, ranks=ranks)
+    return _windows(text, starts(len(text), **where), context)
+
+
+def heldout_windows(text: Text | Tokens | Tensor, *, num_windows: int, context: int) -> Tensor:
     """Evenly spread sequences of ``text (H,)``, the same for every job.
 
     Example: 11 bytes, context 2, two windows: they start at 0 and 8, the last place that leaves a next byte.
@@ -175,7 +227,7 @@ def heldout_windows(text: Text | Tensor, *, num_windows: int, context: int) -> T
     return _windows(text, starts, context)
 
 
-def _windows(text: Text | Tensor, starts: Tensor, context: int) -> Tensor:
+def _windows(text: Text | Tokens | Tensor, starts: Tensor, context: int) -> Tensor:
     return torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
 
 
@@ -211,8 +263,12 @@ def _stdlib_files(root: Path) -> dict[str, Path]:
 def _files(root: Path) -> dict[str, Path]:
     if root.is_file():
         return {root.name: root}
+    if not root.exists() and (names := sorted(glob(str(root), recursive=True))):
+        return {name: Path(name) for name in names if Path(name).is_file()}
     if not root.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "data.path must be an existing file or folder", str(root))
+        raise FileNotFoundError(
+            errno.ENOENT, "data.path must be an existing file or folder, or a pattern of some", str(root)
+        )
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=_refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]

@@ -66,6 +66,26 @@ def from_first_rank(make: Callable[[], Made]) -> Made:
     return value
 
 
+def hosts_in_turn(make: Callable[[], Made]) -> Made:
+    """Return what ``make`` returns on each rank (collective).
+
+    One rank of each host is first: the others find the files that it has made.
+    """
+    (rank, _), hosts = this_rank(), gather(this_host().boot_id)
+    is_first, made = hosts.index(hosts[rank]) == rank, list[Made]()
+    for turn in (True, False):
+        refused = None
+        try:
+            made += [make()] if turn is is_first else []
+        except (ValueError, OSError) as error:
+            refused = error
+        with handshake.patience():
+            refusals = [error for error in gather(refused) if error is not None]
+        if refusals:
+            raise refusals[0]
+    return made[0]
+
+
 class Stopped(Exception):
     """A rank is asked to stop; raised on all ranks at the same place."""
 

@@ -30,7 +30,7 @@ class Window:
     """A few consecutive steps."""
 
     step: int
-    losses: list[float]  # training loss of each step, nats per byte
+    losses: list[float]  # training loss of each step, nats per byte or token
     grad_norms: list[float]  # global gradient norm of each step, before clipping
     learning_rate: float
     expert_load: list[list[float]]  # routed rows per MoE layer and expert, summed over the steps
@@ -63,7 +63,7 @@ class History:
                     if line["step"] <= last_step:
                         kept.append(line)
         self.windows = [Window(**line) for line in kept if "losses" in line]
-        self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]  # nats per byte
+        self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]  # nats per byte or token
         if self.folder is not None:
             write_whole(self.folder / HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -89,7 +89,7 @@ DOTS_PER_INCH = 120
 UNTRAINED_NATS = 5.545
 
 
-def plot_loss(history: History, path: Path) -> None:
+def plot_loss(history: History, path: Path, unit: str) -> None:
     """Training loss of every step and held-out loss of every evaluation, as a PNG."""
     figure = _figure()
     axes = figure.subplots()
@@ -100,8 +100,9 @@ def plot_loss(history: History, path: Path) -> None:
     axes.plot([window.step for window in history.windows], means, color="tab:blue", label="training, mean of a window")
     if history.heldout:
         axes.plot(*zip(*history.heldout, strict=True), "o-", color="tab:red", markersize=4, label="held-out")
-    axes.axhline(UNTRAINED_NATS, color="grey", linewidth=0.8, linestyle=":", label="untrained: ln 256")
-    axes.set(xlabel="optimizer step", ylabel="nats per byte", title="Loss")
+    if unit == "byte":
+        axes.axhline(UNTRAINED_NATS, color="grey", linewidth=0.8, linestyle=":", label="untrained: ln 256")
+    axes.set(xlabel="optimizer step", ylabel=f"nats per {unit}", title="Loss")
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(path)
@@ -141,9 +142,17 @@ class Reporter:
     """Shows the progress of a run and writes its files."""
 
     def __init__(
-        self, output_dir: Path, *, enabled: bool, first_step: int, total_steps: int, earlier: Path | None
+        self,
+        output_dir: Path,
+        *,
+        enabled: bool,
+        first_step: int,
+        total_steps: int,
+        earlier: Path | None,
+        unit: str = "byte",
     ) -> None:
         self.output_dir = output_dir
+        self.unit = unit
         self.enabled = enabled
         if enabled:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -178,7 +187,7 @@ class Reporter:
 
     def heldout(self, step: int, loss: float) -> None:
         self.history.add_heldout(step, loss)
-        self.note(f"step {step}: held-out loss {loss:.4f} nats per byte")
+        self.note(f"step {step}: held-out loss {loss:.4f} nats per {self.unit}")
 
     def end(self, result: Mapping[str, Any], prompt: bytes = b"", sample: bytes = b"") -> None:
         """Print the result as the last line of standard output; draw the pictures unless the run was stopped."""
@@ -188,10 +197,10 @@ class Reporter:
         words, saved = f"stopped by {result.get('stopped')} after step {result['steps']}", result["checkpoint"]
         words += f", checkpoint {saved}; comet train resume={result['output_dir']} continues"
         if "stopped" not in result:
-            words = f"held-out loss {result['heldout_nats_per_byte']:.4f} nats per byte"
+            words = f"held-out loss {result[f'heldout_nats_per_{self.unit}']:.4f} nats per {self.unit}"
             words += f", {result['tokens_per_second']:,.0f} tokens/s, checkpoint {saved}"
             with naming(self.output_dir):
-                plot_loss(self.history, self.output_dir / "loss.png")
+                plot_loss(self.history, self.output_dir / "loss.png", self.unit)
                 plot_expert_load(self.history, self.output_dir / "expert_load.png")
                 if sample:
                     (self.output_dir / "sample.txt").write_bytes(prompt + sample)

@@ -14,14 +14,15 @@ import yaml
 from comet.config import REMOVED_SETTINGS, OverlapConfig, require
 from comet.jobs.config import TrainJob
 
-SETTINGS_FILE = "comet.yaml"
+SETTINGS_FILE, TOKENIZER_FILE = "comet.yaml", "tokenizer.json"
 # How a run is started, not what it is.
 NOT_KEPT = ("output_dir", "resume", "overwrite", "resume_changes")
 # These change no result, or, as for data.path, a fingerprint shows whether they do.
 FREE = (
     *NOT_KEPT, "nproc", "parallel", "comm", "tune", "launch", "model.name",
-    "model.moe.max_imbalance", "data.path", "train.checkpoint_every", "train.eval_every", "train.sample_bytes",
-    "train.cuda_graph", "train.async_save", "train.fsdp", "train.gradient_checkpointing",
+    "model.moe.max_imbalance", "data.path", "data.tokenizer", "data.text_field", "train.checkpoint_every",
+    "train.eval_every", "train.sample_bytes", "train.cuda_graph", "train.async_save", "train.fsdp",
+    "train.gradient_checkpointing",
 )  # fmt: skip
 
 
@@ -38,11 +39,12 @@ def covers(names: Iterable[str], setting: str) -> bool:
 
 
 def settings_of(config: TrainJob, world_size: int) -> dict[str, Any]:
-    """Return settings that start the same run again, as plain values; a relative ``data.path`` is made absolute."""
+    """Return settings that start the same run again, as plain values; relative paths of data are made absolute."""
     tree: dict[str, Any] = json.loads(json.dumps({**asdict(config), "nproc": world_size}))
     tree["overlap"] = tree["overlap"] or dict.fromkeys(item.name for item in fields(OverlapConfig))
-    if config.data.path is not None:
-        tree["data"]["path"] = str(Path(config.data.path).absolute())
+    for name in ("path", "tokenizer"):
+        if (value := tree["data"][name]) is not None:
+            tree["data"][name] = str(Path(value).absolute())
     return {name: value for name, value in tree.items() if name not in NOT_KEPT[1:]}
 
 

@@ -20,8 +20,9 @@ from comet.layer.backend import expert_capacity
 from comet.layer.group import ExpertGroup
 from comet.layer.sharding import local
 from comet.models.gpt import GPT, next_token_loss
-from comet.training.data import Text, sample_batch
+from comet.training.data import Starts, Text, random_starts, sample_batch
 from comet.training.optimizer import ScaledAdamW, learning_rate, sum_gradients
+from comet.training.tokens import Tokens
 from comet.utils.graphs import Replayed
 
 
@@ -29,7 +30,7 @@ from comet.utils.graphs import Replayed
 class StepMetrics:
     """Measurements of one step over all ranks; on the device, so that taking them does not wait."""
 
-    loss: Tensor  # () float32: mean loss in nats per byte
+    loss: Tensor  # () float32: mean loss in nats per byte or token
     grad_norm: Tensor  # () float32: global gradient norm before clipping
     expert_load: Tensor  # (L, E) float32: routed rows per MoE layer and expert, those that were dropped included
     dropped_rows: Tensor  # () float32: routed rows of all layers beyond the experts' capacity; 0 if nothing is dropped
@@ -45,12 +46,18 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: GPT, optimizer: ScaledAdamW, group: ExpertGroup, text: Text | Tensor, config: TrainConfig
+        self,
+        model: GPT,
+        optimizer: ScaledAdamW,
+        group: ExpertGroup,
+        text: Text | Tokens | Tensor,
+        config: TrainConfig,
+        starts: Starts = random_starts,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.group = group
-        self.text = text
+        self.text, self.starts = text, starts
         self.config = config
         self.num_passes = config.gradient_accumulation_steps
         self.capacity = expert_capacity(model.config.moe, group)
@@ -90,7 +97,8 @@ class TrainStep:
         """Fill the gradients; return the mean loss, and of all ranks dropped rows, requests to stop, and load."""
         settings, rank = self.config, self.group.world_rank
         sizes = {"batch_size": self.num_passes * settings.batch_size, "context": self.model.config.context}
-        batches = sample_batch(self.text, **sizes, seed=settings.seed, step=step, rank=rank).split(settings.batch_size)
+        place = {"seed": settings.seed, "step": step, "rank": rank, "ranks": self.group.world_size}
+        batches = sample_batch(self.text, **sizes, **place, starts=self.starts).split(settings.batch_size)
         measured = torch.stack([self._pass(batch, index) for index, batch in enumerate(batches)]).sum(0)
         sums = torch.cat([measured.new_full((1,), float(told_to_stop)), measured])
         if self.group.world_size > 1:

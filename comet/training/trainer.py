@@ -23,18 +23,18 @@ from comet.jobs.config import TrainJob, activation_dtype, model_group
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import path_to_train
-from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.schedule.choice import Machine
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.data import Corpus, Text, heldout_windows, read_corpus
 from comet.training.optimizer import learning_rate, make_optimizer, shard_dense
-from comet.training.ranks import RankContext, Stopped, StopRequest, from_first_rank, gather
+from comet.training.ranks import RankContext, Stopped, StopRequest, from_first_rank, gather, hosts_in_turn
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import read_settings, removed_settings, require_same, settings_of, to_yaml
 from comet.training.step import StepMetrics, TrainStep, deterministic
+from comet.training.tokens import Tokens, Vocabulary
 
 WINDOW_STEPS = 10
 PROMPT_BYTES = 32
@@ -47,7 +47,8 @@ def train(config: TrainJob, context: RankContext) -> dict[str, Any]:
     """
     dtype = activation_dtype(config.train.dtype, context.device)  # A resumed run keeps it on any device.
     config = replace(config, train=replace(config.train, dtype="bfloat16" if dtype == torch.bfloat16 else "float32"))
-    corpus = read_corpus(config.data, config.model.context)
+    corpus = hosts_in_turn(lambda: read_corpus(config.data, config.model.context, config.model.vocab_size))
+    config = replace(config, data=replace(config.data, end_token=corpus.vocabulary.end_token))
     texts = gather(text := corpus.digest)
     different = [rank for rank, other in enumerate(texts) if other != texts[0]]  # Nodes may have files of their own.
     require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
@@ -93,10 +94,10 @@ class Trainer:
             "nodes": group.num_nodes,
         }  # fmt: skip
         optimizer = make_optimizer(self.model, config.train)
-        self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
+        self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train, corpus.starts)
         self.checkpointer = Checkpointer(
             self.output_dir, self.model, optimizer, group, settings_of(config, group.world_size), corpus.digest, layers,
-            in_background=config.train.async_save,
+            corpus.vocabulary.tokenizer_json, config.train.async_save,
         )  # fmt: skip
         self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
         self.request = StopRequest(group.device)
@@ -112,7 +113,8 @@ class Trainer:
         config, group = self.config, self.group
         earlier = self.checkpointer.path and self.checkpointer.path.parent
         steps = {"first_step": self.first_step, "total_steps": config.train.steps}
-        self.reporter = Reporter(self.output_dir, enabled=group.world_rank == 0, **steps, earlier=earlier)
+        unit = self.corpus.vocabulary.unit
+        self.reporter = Reporter(self.output_dir, enabled=group.world_rank == 0, **steps, earlier=earlier, unit=unit)
         for note in notes:
             self.reporter.note(note)
         if self.first_step:
@@ -120,7 +122,7 @@ class Trainer:
         self.reporter.note(
             f"{config.model.name}: {self.model.num_parameters():,} parameters, {group.data_parallel} x "
             f"(ep={group.parallel.ep} x tp={group.parallel.tp}) ranks on {group.device.type}, "
-            f"{len(self.corpus.train):,} bytes of {self.corpus.source}, {len(self.corpus.heldout):,} held out"
+            f"{len(self.corpus.train):,} {unit}s of {self.corpus.source}, {len(self.corpus.heldout):,} held out"
         )
 
     def run(self) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class Trainer:
             window, started = [], time.perf_counter()
 
     def evaluate(self) -> float:
-        """Report the held-out loss in nats per byte, and return it (collective)."""
+        """Report the held-out loss in nats per byte or token, and return it (collective)."""
         settings = self.config.train
         with self._divergence(self.step):
             sizes = {"num_batches": settings.eval_batches, "batch_size": settings.batch_size}
@@ -174,12 +176,12 @@ class Trainer:
     def _judge(self) -> dict[str, Any]:
         """Judge the model, draw the sample, and report (collective)."""
         loss, settings = self.evaluate(), self.config.train
-        prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
-        draw = {"num_bytes": settings.sample_bytes, "seed": settings.seed}
-        sample = sample_text(self.model, self.group, prompt, **draw, tell=self._tell)
+        prompt, vocabulary = self.corpus.heldout[:PROMPT_BYTES].tolist(), self.corpus.vocabulary
+        draw = {"num_ids": settings.sample_bytes, "seed": settings.seed}
+        sample = sample_text(self.model, self.group, prompt, vocabulary, **draw, tell=self._tell)
         self.group.workspace.check()
-        result = {**self._facts(), "heldout_nats_per_byte": loss}
-        self.reporter.end(result, prompt, sample)
+        result = {**self._facts(), f"heldout_nats_per_{vocabulary.unit}": loss}
+        self.reporter.end(result, vocabulary.decode(prompt), sample)
         return result
 
     def _tell(self, text: str) -> None:
@@ -312,7 +314,7 @@ Tell = Callable[[str], object]  # shows how far the work is; ``str`` shows nothi
 
 @torch.no_grad()
 def heldout_loss(
-    model: GPT, group: ExpertGroup, text: Text | Tensor, *, num_batches: int, batch_size: int, tell: Tell = str
+    model: GPT, group: ExpertGroup, text: Text | Tokens | Tensor, *, num_batches: int, batch_size: int, tell: Tell = str
 ) -> float:
     """Return the mean loss over evenly spread held-out sequences, the same for every layout of ranks (collective).
 
@@ -332,18 +334,27 @@ def heldout_loss(
             total += torch.stack([nats, nats.new_tensor(batch[:, 1:].numel())])
     if group.world_size > 1:
         dist.all_reduce(total)
-    nats_sum, num_bytes = total.tolist()
-    return float(nats_sum / num_bytes)
+    nats_sum, num_targets = total.tolist()
+    return float(nats_sum / num_targets)
 
 
 @torch.no_grad()
-def sample_text(model: GPT, group: ExpertGroup, prompt: bytes, *, num_bytes: int, seed: int, tell: Tell = str) -> bytes:
-    """Continue ``prompt``, at least a byte; every rank of a MoE group takes part and runs the same sequence."""
+def sample_text(
+    model: GPT,
+    group: ExpertGroup,
+    prompt: list[int],
+    vocabulary: Vocabulary,
+    *,
+    num_ids: int,
+    seed: int,
+    tell: Tell = str,
+) -> bytes:
+    """Continue ``prompt``, at least an id; every rank of a MoE group takes part and runs the same sequence."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
-    for done in range(num_bytes):
-        tell(f"drawing a sample, byte {done} of {num_bytes}")
+    for done in range(num_ids):
+        tell(f"drawing a sample, {vocabulary.unit} {done} of {num_ids}")
         ids = torch.tensor([text[-model.config.context :]], device=group.device)
-        logits = model(ids).logits[0, -1, :NUM_BYTE_VALUES].cpu()
+        logits = model(ids).logits[0, -1, : vocabulary.num_ids].cpu()
         text.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
-    return bytes(text[len(prompt) :])
+    return vocabulary.decode(text[len(prompt) :])

@@ -27,7 +27,19 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("comet", "kernels", "launch", "benchmarks", "tests")
 LIBRARY = ("comet", "kernels", "launch")
 
-OPTIONAL = ("hydra", "omegaconf", "nvshmem", "megatron", "transformers", "vllm", "matplotlib", "cuda")
+OPTIONAL = (
+    "hydra",
+    "omegaconf",
+    "nvshmem",
+    "megatron",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "vllm",
+    "matplotlib",
+    "cuda",
+)
 FORBIDDEN = {
     "kernels": ("comet", "benchmarks", "tests"),  # but its own package, comet.kernels
     "comet": ("comet.launch", "comet.configs", "benchmarks", "tests", "cuda"),

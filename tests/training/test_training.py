@@ -41,6 +41,7 @@ from comet.training.data import sample_batch
 from comet.training.optimizer import learning_rate, make_optimizer, sum_gradients
 from comet.training.report import History, Window, printable
 from comet.training.step import TrainStep
+from comet.training.tokens import Vocabulary
 from comet.training.trainer import heldout_loss, sample_text, train
 from comet.utils.graphs import GraphMode
 
@@ -59,7 +60,7 @@ def loss_curve(rank, world_size, ep, tp, steps, config):
     metrics = [train_step(step) for step in range(steps)]
     dense = [parameter.tolist() for parameter in model.dense_parameters()]
     held_out = heldout_loss(model, group, TEXT[:400], num_batches=3, batch_size=2)
-    sample = sample_text(model, group, b"a", num_bytes=40, seed=0)
+    sample = sample_text(model, group, list(b"a"), Vocabulary(), num_ids=40, seed=0)
     group.close()
     curve = [(metric.loss.item(), metric.grad_norm.item()) for metric in metrics]
     first_dense, first_experts = taken[0]

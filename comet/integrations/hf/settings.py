@@ -1,4 +1,4 @@
-"""The settings of a model: the configuration and the defaults of generation in its folder, and arguments.
+"""The settings of a model: the configuration, the defaults of generation and the tokenizer in its folder, arguments.
 
 ``load_pretrained`` takes some arguments of transformers' ``from_pretrained``, and refuses the others by name.
 """
@@ -22,6 +22,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 FOLLOWED = ("subfolder", "variant", "attn_implementation", "output_loading_info", "trust_remote_code")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 IDLE = ("local_files_only", "low_cpu_mem_usage", "weights_only", "_fast_init")  # without effect on a local folder
 LOADING = "in load_pretrained"
 
@@ -72,6 +73,22 @@ def read_generation_config(folder: Path) -> Any:
     end_ids(read_settings(path), str(path))
     with explained(path):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def open_tokenizer(setting: str, path: Path, end_token: str | None = None) -> Any:
+    """Open the tokenizer in a folder, or a file ``tokenizer.json``; messages call it ``setting``."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # Without any of these files transformers hands out a tokenizer that knows no word.
+    files = [path] if path.is_file() else [file for pattern in TOKENIZER_FILES for file in path.glob(pattern)]
+    require(bool(files), f"{setting}={str(path)!r} must hold a tokenizer: one of {', '.join(TOKENIZER_FILES)}")
+    try:
+        if path.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end_token)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raises this very class, and files of other shapes any other
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{setting}={str(path)!r} must hold a tokenizer that can be read: {said}") from error
 
 
 def end_ids(settings: Mapping[str, Any], where: str) -> frozenset[int]:
