@@ -230,11 +230,11 @@ def kernel_modules() -> list[str]:
 
 @functools.cache
 def cases_of(module: str) -> list[KernelCase | CudaCase]:
-    """The configurations a module declares, each kernel under its first name; a process records them once."""
+    """The configurations a module declares, each under its first name; a process records them once."""
     found: dict[Any, KernelCase | CudaCase] = {}
     for case in importlib.import_module(module).aot_cases():
-        kernel = case.source.text if isinstance(case, CudaCase) else (case.source.hash(), str(case.options))
-        found.setdefault(kernel, case)
+        code = case.source.text if isinstance(case, CudaCase) else (case.source.hash(), str(case.options))
+        found.setdefault((code, frozenset(case.expects)), case)
     return list(found.values())
 
 

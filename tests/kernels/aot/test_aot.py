@@ -21,6 +21,7 @@ from comet.kernels.aot.compile import (
     WIDE_LOADS,
     WIDE_STORES,
     Quality,
+    cases_of,
     count,
     format_table,
     kernel_modules,
@@ -166,7 +167,7 @@ def test_shipped_cases_are_found_and_have_unique_names():
         modules
     )
     assert "comet.kernels.aot.compile" not in modules
-    names = [(case.kernel, case.name) for module in modules for case in sys.modules[module].aot_cases()]
+    names = [(case.kernel, case.name) for module in modules for case in cases_of(module)]
     assert len(names) == len(set(names))
 
 
