@@ -5,7 +5,7 @@
 
 A step is a batch, forward, loss, backward with recomputation of each layer, and AdamW of the adapters, on one device.
 All variants are steps of one model with random weights. Its experts implementation is set by name before each step. A
-variant whose first losses or gradients differ from those of ``grouped_mm`` by more than rounding is not timed.
+variant whose first losses or first gradients differ from those of ``grouped_mm`` by more than rounding is not timed.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ class FineTuning:
         return loss.detach()
 
     def first_steps(self, variant: str) -> FirstSteps:
+        """The losses of some steps, and the gradients of the first: AdamW makes whole steps of rounding alone."""
         self.optimizer.state.clear()
         for adapter, first in zip(self.adapters, self.first, strict=True):
             adapter.data.copy_(first)
-        losses = torch.stack([self.step(variant, index) for index in range(CHECKED_STEPS)])
-        return losses, tuple(row_norms(moments["exp_avg"]) for moments in self.optimizer.state.values())
+        losses = [self.step(variant, 0)]
+        norms = tuple(row_norms(moments["exp_avg"]) for moments in self.optimizer.state.values())
+        losses += [self.step(variant, index) for index in range(1, CHECKED_STEPS)]
+        return torch.stack(losses), norms
 
 
 @dataclass(frozen=True, kw_only=True)
