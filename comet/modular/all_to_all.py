@@ -45,8 +45,8 @@ class SingleRank(PrepareFinalize):
         require(size == 1, f"ep x tp = {size} of the group must be 1: SingleRank sends nothing to other ranks")
         require_dropless(config, "SingleRank")
 
-    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """The tokens as contiguous rows.
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Make contiguous rows of the tokens.
 
         Raises:
             ValueError: On a CPU, if an id is out of range, or a token that is quantised is not finite; on a GPU, where
@@ -57,7 +57,8 @@ class SingleRank(PrepareFinalize):
             check_id_range(routed.top_k_ids, self.layout.num_experts)
         tokens = quantize_rows(routed.tokens, trusted=not on_cpu) if quantize else routed.tokens.contiguous()
         ids, weights = routed.top_k_ids.contiguous(), routed.top_k_weights.contiguous()
-        return Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
+        received = Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
+        return lambda: received
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce; nothing is sent."""
@@ -98,16 +99,12 @@ class AllToAll(PrepareFinalize):
         self.layout = group.layout(config)
         self.process_group = group.process_group
 
-    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Send, and wait for the rows of all ranks.
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Wait for the numbers of rows only; the rows travel until the receiver is called.
 
         Raises:
             ValueError: On every rank, if an id of any rank is out of range, or a token that is quantised not finite.
         """
-        return self.prepare_no_receive(routed, quantize=quantize)()
-
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """Wait for the numbers of rows only; the rows travel until the receiver is called."""
         tokens = quantize_rows(routed.tokens, trusted=True) if quantize else routed.tokens
         route = self._route(routed, tokens)
         parts = [tokens.elements, tokens.scales] if isinstance(tokens, FP8) else [tokens]

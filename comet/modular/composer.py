@@ -20,6 +20,7 @@ from comet.modular.interfaces import (
     FusedHandle,
     NoOpReduce,
     PrepareFinalize,
+    Receiver,
     RoutedTokens,
     Rows,
     TopKReduce,
@@ -74,13 +75,11 @@ class ModularMoE(ExpertPath):
         w1, w2, biases = self._check(routed, w1, w2, biases)
         prepare_finalize, comm = self.prepare_finalize, self.prepare_finalize.comm
         with comm.step("modular layer", collectives=prepare_finalize.uses_collectives):
-            prepare_finalize.check(routed)
+            receive = prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
             with comm.in_flight:
-                return self._run(routed, w1, w2, biases)
+                return self._run(receive, routed.tokens, w1, w2, biases)
 
-    def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
-        tokens = routed.tokens
-        receive = self.prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
+    def _run(self, receive: Receiver, tokens: Tensor, w1: Weight, w2: Weight, biases: Biases | None) -> Tensor:
         shared = None if self.shared is None else self.shared(tokens)
         received = receive()
         output = tokens.new_empty(output_shape(received.rows, self.experts.reduce, tokens.shape[1]))

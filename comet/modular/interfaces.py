@@ -145,17 +145,16 @@ class PrepareFinalize(ABC):
     uses_collectives = False  # whether rows travel by collectives of torch.distributed
     comm: Communicator  # the communicator of the group
 
-    def check(self, routed: RoutedTokens) -> None:  # noqa: B027 (most take what the composer lets through)
-        """Raise ``ValueError`` if these tokens cannot be sent; called before ``prepare``."""
-
-    @abstractmethod
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""
+        return self.prepare_no_receive(routed, quantize=quantize)()
 
+    @abstractmethod
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """``prepare``, but the waiting may be left to the receiver it returns, to be called once."""
-        received = self.prepare(routed, quantize=quantize)
-        return lambda: received
+        """Send the tokens as ``prepare`` does; the receiver, to be called once, waits for those of all ranks.
+
+        A class that sends messages of its own looks at the tokens first, and sends inside of ``comm.in_flight``.
+        """
 
     @abstractmethod
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:

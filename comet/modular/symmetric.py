@@ -66,7 +66,7 @@ class OverBackend(PrepareFinalize):
         self.layout, self.workspace, self.comm = self.backend.layout, group.workspace, group.comm
         self.side_stream = group.side_stream
 
-    def check(self, routed: RoutedTokens) -> None:
+    def _check(self, routed: RoutedTokens) -> None:
         check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
         self.backend.check(routed.top_k_ids, routed.top_k_weights)
 
@@ -76,18 +76,15 @@ class _Symmetric(OverBackend):
 
     carries_fp8 = True
 
-    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
-        return self.prepare_no_receive(routed, quantize=quantize)()
-
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Start plan and rows: on a GPU they travel on a stream of their own while the caller goes on.
 
-        Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
+        Contiguous rows are a view of the pool, valid until the next dispatch. Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
         """
-        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
-        arrive = self.side_stream.start(partial(self._bring, routed, quantize))
+        self._check(routed)
+        with self.comm.in_flight:
+            arrive = self.side_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
@@ -146,7 +143,7 @@ class SymmetricBatched(_Symmetric):
 
     def _rows(self, plan: Plan, tokens: Tensor) -> BatchedRows:
         batch_rows = tokens.shape[0]
-        self._check(plan, batch_rows)
+        self._check_room(plan, batch_rows)
         row_ids, row_slots = batch_table(plan, batch_rows)
         batches = tokens.index_select(0, row_ids.flatten()).view(*row_ids.shape, tokens.shape[1])
         counts = plan.segment_counts.clamp(
@@ -154,7 +151,7 @@ class SymmetricBatched(_Symmetric):
         )  # rows that do not fit are an error, but only once the host looks
         return BatchedRows(tokens=batches, counts=counts, row_slots=row_slots, top_k_weights=plan.row_weights)
 
-    def _check(self, plan: Plan, batch_rows: int) -> None:
+    def _check_room(self, plan: Plan, batch_rows: int) -> None:
         most = plan.segment_counts.max()
         fault = self.workspace.fault[ROWS_NEEDED]
         fault.copy_(most.where(most > batch_rows, fault))  # no waiting: the host reads it in workspace.check
@@ -172,13 +169,14 @@ class FusedPrepareFinalize(OverBackend):
     carries_fp8 = False
     default_overlap = None
 
-    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
-        check_tokens(routed.tokens, routed.top_k_ids, self.workspace)
-        plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
+        self._check(routed)
+        with self.comm.in_flight:
+            plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
         handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
-        return Received(rows=handle, route=None)
+        return lambda: Received(rows=handle, route=None)
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """The outputs: layer 1 has combined them."""

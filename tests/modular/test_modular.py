@@ -249,7 +249,7 @@ def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:
 
 def test_rows_past_a_batch_are_left_out_until_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the host does not wait for the check: no tile and no slot lies behind the batches."""
-    monkeypatch.setattr(SymmetricBatched, "_check", lambda *_: None)
+    monkeypatch.setattr(SymmetricBatched, "_check_room", lambda *_: None)
     case = replace(SMALL, num_tokens=(100,))
     group = open_group(case)
     routed = rank_inputs(case, 0).routed

@@ -172,9 +172,9 @@ class PrepareFinalizeAdapter:
                 self._received = None
                 with self.inner.comm.in_flight:
                     raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
-            self.inner.check(routed)
+            receive = self.inner.prepare_no_receive(routed, quantize=quantize)
             with self.inner.comm.in_flight:
-                self._received = self.inner.prepare(routed, quantize=quantize)
+                self._received = receive()
         return self._handed_out(self._received.rows)
 
     def _require_contiguous(self, expert_map: Tensor | None) -> None:
