@@ -9,15 +9,14 @@ and ``Experts`` are its ``FusedMoEPrepareAndFinalizeModular`` and ``FusedMoEExpe
 ``FusedMoEKernel``, and ``ActivationFormat`` its ``FusedMoEActivationFormat``. Methods have vLLM's names, but for
 ``prepare_no_receive`` (``prepare_async``) and ``reduce`` (``finalize_weight_and_reduce_impl``).
 
-Not built: a backward pass (train with ``MoE``), GEMMs in FP8 (rows and weights in FP8 or MXFP8 are dequantised before
-they are multiplied, or as they are read), the fused layer in block FP8 (``comet.layer.routed_experts`` has it).
+Not built: a backward pass (train with ``MoE``), rows that travel in FP8, GEMMs in FP8 (weights in FP8 or MXFP8 are
+dequantised before they are multiplied, or as they are read), the fused layer in block FP8
+(``comet.layer.routed_experts`` has it).
 """
 
 from comet.modular.all_to_all import AllToAll, SingleRank
 from comet.modular.composer import ModularMoE
 from comet.modular.experts import (
-    DequantizingBatched,
-    DequantizingContiguous,
     FusedExperts,
     GroupedBatched,
     GroupedContiguous,
@@ -54,8 +53,6 @@ EXPERTS: dict[type[Experts], str] = {
     GroupedContiguous: "TritonExperts",
     GroupedBatched: "BatchedTritonExperts",
     WarpDecodeExperts: "",  # has no counterpart
-    DequantizingContiguous: "DeepGemmExperts",
-    DequantizingBatched: "BatchedDeepGemmExperts",
     FusedExperts: "FusedMoEExpertsMonolithic",
 }
 REDUCTIONS: dict[type[TopKReduce], str] = {
@@ -66,7 +63,14 @@ REDUCTIONS: dict[type[TopKReduce], str] = {
 }
 
 
+GONE = {
+    "ReferenceExperts": "GroupedContiguous(..., use_kernels=False) is plain torch, too",
+    "DequantizingContiguous": "GroupedContiguous takes its place, rows travel in the type of the tokens",
+    "DequantizingBatched": "GroupedBatched takes its place, rows travel in the type of the tokens",
+}
+
+
 def __getattr__(name: str) -> object:
-    if name == "ReferenceExperts":
-        raise ImportError("ReferenceExperts is gone: GroupedContiguous(..., use_kernels=False) is plain torch, too")
+    if name in GONE:
+        raise ImportError(f"{name} is gone: {GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ message per pair of ranks. Partial sums come back the same way and are added up 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from comet.comm.collectives import accumulator_dtype, all_to_all_rows, bad_ids, check_ids
 from comet.comm.handshake import to_host
 from comet.config import MoEConfig, require
-from comet.errors import AgreedError
 from comet.layer.group import ExpertGroup
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -28,7 +27,6 @@ from comet.modular.interfaces import (
     RoutedTokens,
     TopKReduce,
 )
-from comet.quantization.formats import FP8, quantize_rows
 from comet.utils.match import check_id_range
 
 
@@ -36,7 +34,6 @@ class SingleRank(PrepareFinalize):
     """Hands the tokens on as they are. EP = TP = 1 only; any number of tokens; masked slots."""
 
     activation_format = ActivationFormat.CONTIGUOUS
-    carries_fp8 = True
 
     def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
         self.comm = group.comm
@@ -45,18 +42,15 @@ class SingleRank(PrepareFinalize):
         require(size == 1, f"ep x tp = {size} of the group must be 1: SingleRank sends nothing to other ranks")
         require_dropless(config, "SingleRank")
 
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+    def prepare_no_receive(self, routed: RoutedTokens) -> Receiver:
         """Make contiguous rows of the tokens.
 
         Raises:
-            ValueError: On a CPU, if an id is out of range, or a token that is quantised is not finite; on a GPU, where
-                looking would wait for the device, both are trusted, as a router and a layer made them.
+            ValueError: On a CPU, if an id is out of range; on a GPU looking would wait for the device.
         """
-        on_cpu = routed.tokens.device.type == "cpu"
-        if on_cpu:
+        if routed.tokens.device.type == "cpu":
             check_id_range(routed.top_k_ids, self.layout.num_experts)
-        tokens = quantize_rows(routed.tokens, trusted=not on_cpu) if quantize else routed.tokens.contiguous()
-        ids, weights = routed.top_k_ids.contiguous(), routed.top_k_weights.contiguous()
+        tokens, ids, weights = (each.contiguous() for each in routed)
         received = Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
         return lambda: received
 
@@ -84,13 +78,12 @@ class Route:
 
 
 class AllToAll(PrepareFinalize):
-    """Sends rows by all-to-all. Any EP x TP; unequal and zero tokens per rank; masked slots; quantises before sending.
+    """Sends rows by all-to-all. Any EP x TP; unequal and zero tokens per rank; masked slots.
 
     Every call waits for the device once, because the ranks have to know each other's numbers of rows.
     """
 
     activation_format = ActivationFormat.CONTIGUOUS
-    carries_fp8 = True
     uses_collectives = True
 
     def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
@@ -99,25 +92,20 @@ class AllToAll(PrepareFinalize):
         self.layout = group.layout(config)
         self.process_group = group.process_group
 
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+    def prepare_no_receive(self, routed: RoutedTokens) -> Receiver:
         """Wait for the numbers of rows only; the rows travel until the receiver is called.
 
         Raises:
-            ValueError: On every rank, if an id of any rank is out of range, or a token that is quantised not finite.
+            ValueError: On every rank, if an id of any rank is out of range.
         """
-        tokens = quantize_rows(routed.tokens, trusted=True) if quantize else routed.tokens
-        route = self._route(routed, tokens)
-        parts = [tokens.elements, tokens.scales] if isinstance(tokens, FP8) else [tokens]
-        parts += [routed.top_k_weights, routed.top_k_ids]
-        arrive = self._send(pack(parts).index_select(0, route.token_ids), route)
+        route = self._route(routed.top_k_ids)
+        arrive = self._send(pack(routed).index_select(0, route.token_ids), route)
 
         def receive() -> Received:
-            *columns, weights, ids = unpack(arrive(), parts)
+            tokens, ids, weights = unpack(arrive(), routed)
             local = ids - self.layout.first_expert
             rows = ContiguousRows(
-                tokens=FP8(elements=columns[0], scales=columns[1], block_rows=1, trusted=True)
-                if quantize
-                else columns[0],
+                tokens=tokens,
                 top_k_ids=local.masked_fill((local < 0) | (local >= self.layout.experts_local), -1),
                 top_k_weights=weights,
             )
@@ -138,36 +126,25 @@ class AllToAll(PrepareFinalize):
             total.index_add_(0, token_ids, rows.to(total.dtype))
         return total.to(partial.dtype)
 
-    def _route(self, routed: RoutedTokens, tokens: Tensor | FP8) -> Route:
-        layout, top_k_ids = self.layout, routed.top_k_ids
+    def _route(self, top_k_ids: Tensor) -> Route:
+        layout = self.layout
         bad = bad_ids(top_k_ids, layout)
         shards = torch.div(top_k_ids.masked_fill(bad, -1), layout.experts_local, rounding_mode="floor")
         wanted = torch.arange(layout.ep, device=top_k_ids.device).repeat_interleave(layout.tp)
         going = (shards == wanted[:, None, None]).any(dim=2)  # (W, T): which ranks compute a slot of which token
-        # The other columns tell all ranks of bad ids and tokens, so that all raise and none waits.
-        not_finite = ~tokens.scales.isfinite() if isinstance(tokens, FP8) else torch.zeros_like(bad)
-        faults = torch.stack([bad.sum(), not_finite.any(dim=1).sum()])
-        sent = torch.cat([going.sum(1, keepdim=True), faults.expand(layout.world_size, -1)], dim=1)
+        # The second column has the number of bad ids, so that all ranks raise and none waits.
+        sent = torch.stack([going.sum(1), bad.sum().expand(layout.world_size)], dim=1)
         received = sent
         if layout.world_size > 1:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.process_group)
         sent_host, received_host = to_host(torch.stack([sent, received]), self.process_group)
-        check_ids([num for _, num, _ in received_host], top_k_ids, layout)
-        for rank, (*_, bad_tokens) in enumerate(received_host):
-            if bad_tokens and rank == layout.rank:
-                try:
-                    quantize_rows(routed.tokens)  # names the first
-                except ValueError as error:
-                    raise AgreedError(str(error)) from None
-            elif bad_tokens:
-                rule = "every token must be finite to be quantised"
-                raise AgreedError(f"tokens of rank {rank} contain {bad_tokens} with NaN or infinity; {rule}")
+        check_ids([num for _, num in received_host], top_k_ids, layout)
         return Route(
             num_tokens=top_k_ids.shape[0],
             token_ids=going.nonzero()[:, 1],
-            send_counts=tuple(count for count, *_ in sent_host),
-            recv_counts=tuple(count for count, *_ in received_host),
+            send_counts=tuple(count for count, _ in sent_host),
+            recv_counts=tuple(count for count, _ in received_host),
         )
 
     def _send(self, message: Tensor, route: Route) -> Callable[[], Tensor]:
@@ -184,14 +161,14 @@ class AllToAll(PrepareFinalize):
         return arrive
 
 
-def pack(parts: list[Tensor]) -> Tensor:
+def pack(parts: Sequence[Tensor]) -> Tensor:
     """The rows of several ``(T, ...)`` matrices as bytes, side by side: ``(T, bytes)`` uint8."""
     # Flattened first: a matrix of one column may have any stride along it.
     flat = (part.contiguous().flatten().view(torch.uint8) for part in parts)
     return torch.cat([part.view(rows.shape[0], row_bytes(rows)) for part, rows in zip(flat, parts, strict=True)], dim=1)
 
 
-def unpack(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
+def unpack(message: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Undo ``pack``: matrices of the widths and dtypes of ``parts``, with as many rows as the message."""
     columns = message.split([row_bytes(part) for part in parts], dim=1)
     # Copied into one piece each, so that every matrix starts at an aligned address.

@@ -75,7 +75,7 @@ class ModularMoE(ExpertPath):
         w1, w2, biases = self._check(routed, w1, w2, biases)
         prepare_finalize, comm = self.prepare_finalize, self.prepare_finalize.comm
         with comm.step("modular layer", collectives=prepare_finalize.uses_collectives):
-            receive = prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
+            receive = prepare_finalize.prepare_no_receive(routed)
             with comm.in_flight:
                 return self._run(receive, routed.tokens, w1, w2, biases)
 
@@ -162,8 +162,6 @@ def incompatibility(
         return f"{theirs} cannot leave its reduction to {type(reduce).__name__}, only to {can}"
     if given not in reduce.formats:
         return f"{type(reduce).__name__} of {theirs} cannot reduce the {given.value} rows of {ours}"
-    if experts.takes_fp8 and not prepare_finalize.carries_fp8:
-        return f"{theirs} wants its rows in FP8, and {ours} sends them in the dtype of the tokens"
     if weight_type not in experts.weight_types:
         can = " or ".join(sorted(kind.__name__ for kind in experts.weight_types))
         return f"{theirs} computes with {can} weights, not with {weight_type.__name__}"

@@ -35,7 +35,7 @@ from comet.modular.interfaces import (
     Rows,
     TopKReduce,
 )
-from comet.quantization.formats import FP8, Weight
+from comet.quantization.formats import Weight
 from comet.reference.layer import weighted_sum
 from comet.utils.graphs import hold_if_captured
 
@@ -133,16 +133,15 @@ BLOCK_ROWS = 64
 
 
 class _Grouped(KernelExperts):
-    """Both GEMMs over tiles of one expert's rows each; everything quantised is made plain before it is multiplied."""
+    """Both GEMMs over tiles of one expert's rows each; quantised weights are made plain before."""
 
     takes_interleaved = True
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
         """Lay the rows out in tiles, multiply, and hand the outputs out as ``reduce`` wants them."""
         assert not isinstance(rows, FusedHandle), "the composer pairs the fused layer with itself"
-        assert isinstance(rows.tokens, FP8) == self.takes_fp8
-        tokens, w1, w2 = (plain(each, output.dtype).contiguous() for each in (rows.tokens, w1, w2))
-        tokens, is_reduced = tokens.flatten(0, -2), isinstance(self.reduce, NoOpReduce)
+        w1, w2 = (plain(each, output.dtype).contiguous() for each in (w1, w2))
+        tokens, is_reduced = rows.tokens.contiguous().flatten(0, -2), isinstance(self.reduce, NoOpReduce)
         table, row_slots = self._lay_out(rows, w1.shape[0])
         in_place = isinstance(rows, BatchedRows) and not is_reduced
         num_rows = table.row_ids.numel() or tokens.shape[0]
@@ -213,18 +212,6 @@ class GroupedBatched(_Grouped):
         return torch.arange(rows.counts.numel(), device=rows.counts.device).repeat_interleave(rows.batch_rows)
 
 
-class DequantizingContiguous(GroupedContiguous):
-    """``GroupedContiguous`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
-
-    takes_fp8 = True
-
-
-class DequantizingBatched(GroupedBatched):
-    """``GroupedBatched`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
-
-    takes_fp8 = True
-
-
 class WarpDecodeExperts(KernelExperts):
     """``comet.decode`` over contiguous rows, 64 at a time; sums in the down kernel. EP, TP and EP x TP. For few tokens.
 
@@ -248,7 +235,6 @@ class WarpDecodeExperts(KernelExperts):
         from comet.decode import MAX_DECODE_TOKENS, warp_decode  # needs triton
 
         assert isinstance(rows, ContiguousRows)
-        assert isinstance(rows.tokens, Tensor)
         weights = self._decode_weights(w1, w2, biases)
         for first in range(0, rows.tokens.shape[0], MAX_DECODE_TOKENS):
             step = slice(first, first + MAX_DECODE_TOKENS)

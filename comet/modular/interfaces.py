@@ -24,7 +24,7 @@ from comet.layer.backend import Backend
 from comet.layer.group import ExpertGroup
 from comet.layer.plan import Plan
 from comet.layout import Biases, ExpertLayout, RoutedTokens
-from comet.quantization.formats import FP8, WEIGHT_TYPES, Weight
+from comet.quantization.formats import WEIGHT_TYPES, Weight
 from comet.reference.layer import weighted_sum
 
 
@@ -40,9 +40,7 @@ class ActivationFormat(Enum):
 class ContiguousRows:
     """Received rows one after the other, each with the slots that this rank computes."""
 
-    # (N, D), or in FP8 with a scale per 128 elements of a row. A row all of whose slots are -1 may hold anything, NaN
-    # included
-    tokens: Tensor | FP8
+    tokens: Tensor  # (N, D); a row all of whose slots are -1 may hold anything, NaN included
     top_k_ids: Tensor  # (N, K) int32 **local** experts, 0 .. e-1; -1 where the slot is masked or computed elsewhere
     top_k_weights: Tensor
 
@@ -61,17 +59,14 @@ class ContiguousRows:
 class BatchedRows:
     """Received rows copied to each of their local experts."""
 
-    # (e, B, D), or in FP8 with a scale per 128 elements of a row; row j of expert i is valid below counts[i] and may
-    # hold anything past it
-    tokens: Tensor | FP8
+    tokens: Tensor  # (e, B, D); row j of expert i is valid below counts[i] and may hold anything past it
     counts: Tensor  # (e,) int32
     row_slots: Tensor  # (N, K) int32: where slot k of received row n is, as expert * B + row; -1 where nowhere
     top_k_weights: Tensor  # (N, K) float32; anything where row_slots is -1
 
     @property
     def batch_rows(self) -> int:
-        tokens = self.tokens.elements if isinstance(self.tokens, FP8) else self.tokens
-        return tokens.shape[1]
+        return self.tokens.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,16 +136,15 @@ class PrepareFinalize(ABC):
 
     layout: ExpertLayout  # the experts over the ranks; the same object's rank is this rank
     activation_format: ActivationFormat  # format of the rows it hands out
-    carries_fp8: bool  # whether it can quantise the tokens before they travel
     uses_collectives = False  # whether rows travel by collectives of torch.distributed
     comm: Communicator  # the communicator of the group
 
-    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""
-        return self.prepare_no_receive(routed, quantize=quantize)()
+    def prepare(self, routed: RoutedTokens) -> Received:
+        """Send the tokens, and wait for those of all ranks (collective)."""
+        return self.prepare_no_receive(routed)()
 
     @abstractmethod
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+    def prepare_no_receive(self, routed: RoutedTokens) -> Receiver:
         """Send the tokens as ``prepare`` does; the receiver, to be called once, waits for those of all ranks.
 
         A class that sends messages of its own looks at the tokens first, and sends inside of ``comm.in_flight``.
@@ -171,7 +165,6 @@ class Experts(ABC):
     formats: frozenset[ActivationFormat]  # formats of rows it takes
     reductions: tuple[type[TopKReduce], ...]  # kinds of reduction it can leave to finalize, the default first
     reduce: TopKReduce  # the one it leaves
-    takes_fp8 = False  # whether it wants its rows in FP8
     weight_types: frozenset[type[Weight]] = frozenset(WEIGHT_TYPES)  # what weights it computes with
     takes_interleaved = False  # whether it computes what ``interleaved`` says
     interleaved = False  # whether rows of w1, its scales and b1 are gate and up in turn, as gpt-oss has them

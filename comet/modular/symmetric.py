@@ -3,8 +3,6 @@
 Nothing waits for the device: received rows have static shapes, N = W * M row slots (M the group's maximum of tokens,
 rounded up), of which the plan says on the device which are in use.
 
-Rows of the pool can carry FP8 rows and their scales side by side (``comet.quantization.packed``).
-
 The fused layer's rows travel while its GEMMs run, so its two halves only go together: ``prepare`` makes the plan and
 hands out a light handle, ``FusedExperts.apply`` runs layer 0 and layer 1, and ``finalize`` has nothing left to do.
 """
@@ -37,8 +35,6 @@ from comet.modular.interfaces import (
     RoutedTokens,
     TopKReduce,
 )
-from comet.quantization.formats import quantize_rows
-from comet.quantization.packed import pack, unpack
 
 
 class OverBackend(PrepareFinalize):
@@ -74,18 +70,20 @@ class OverBackend(PrepareFinalize):
 class _Symmetric(OverBackend):
     """The parts that both formats share: plan, dispatch, combine, and a reduction that may be part of the combine."""
 
-    carries_fp8 = True
-
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+    def prepare_no_receive(self, routed: RoutedTokens) -> Receiver:
         """Start plan and rows: on a GPU they travel on a stream of their own while the caller goes on.
 
-        Contiguous rows are a view of the pool, valid until the next dispatch. Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
-        token it is in.
+        Contiguous rows are a view of the pool, valid until the next dispatch.
         """
         self._check(routed)
         with self.comm.in_flight:
-            arrive = self.side_stream.start(partial(self._bring, routed, quantize))
-        return lambda: self._received(routed, quantize, *arrive())
+            arrive = self.side_stream.start(partial(self._bring, routed))
+
+        def receive() -> Received:
+            plan, tokens = arrive()
+            return Received(rows=self._rows(plan, tokens), route=plan)
+
+        return receive
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce, send the sums home, and add those up in rank order; a delegated reduction is part of the combine."""
@@ -100,23 +98,14 @@ class _Symmetric(OverBackend):
         plan = replace(plan, row_slots=row_slots)
         return self.backend.combine(outputs.contiguous(), plan, weighted=is_delegated)
 
-    def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
-        """The plan and the received rows ``(R, D)``, or packed ones."""
-        plan, rows = self.backend.plan(routed.top_k_ids, routed.top_k_weights), routed.tokens.contiguous()
-        return plan, self.backend.dispatch(
-            pack(quantize_rows(rows, trusted=True), rows.dtype) if quantize else rows, plan
-        )
-
-    def _received(self, routed: RoutedTokens, is_packed: bool, plan: Plan, tokens: Tensor) -> Received:
-        rows = self._rows(plan, tokens)
-        if is_packed:
-            assert isinstance(rows.tokens, Tensor)
-            rows = replace(rows, tokens=unpack(rows.tokens, routed.tokens.shape[1]))
-        return Received(rows=rows, route=plan)
+    def _bring(self, routed: RoutedTokens) -> tuple[Plan, Tensor]:
+        """Make the plan, and dispatch: the received rows are ``(R, D)``."""
+        plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
+        return plan, self.backend.dispatch(routed.tokens.contiguous(), plan)
 
     @abstractmethod
     def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows | BatchedRows:
-        """Received rows ``(R, D)``, or packed ones, in the format of the class."""
+        """Received rows ``(R, D)`` in the format of the class."""
 
 
 class SymmetricContiguous(_Symmetric):
@@ -166,12 +155,10 @@ class FusedPrepareFinalize(OverBackend):
     """The plan of the fused layer. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor."""
 
     activation_format = ActivationFormat.HANDLE
-    carries_fp8 = False
     default_overlap = None
 
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+    def prepare_no_receive(self, routed: RoutedTokens) -> Receiver:
         """Exchange ids and plan; no row travels yet."""
-        assert not quantize, "the composer refuses FP8 in the fused layer"
         self._check(routed)
         with self.comm.in_flight:
             plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)

@@ -39,8 +39,6 @@ from comet.modular import (
     AllToAll,
     ContiguousRows,
     DelegateReduce,
-    DequantizingBatched,
-    DequantizingContiguous,
     Experts,
     FusedExperts,
     FusedPrepareFinalize,
@@ -53,7 +51,7 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.modular.composer import elements
-from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight
+from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_rows
 from comet.reference.layer import reference_experts
 
 FOLDER = Path(__file__).parents[2] / "build" / "vllm"  # ``make vllm`` installs vLLM there.
@@ -93,7 +91,9 @@ def moe_config_of(case: LayerCase, activation: str = "silu", **fields: Any) -> A
     )  # fmt: skip
 
 
-def quant_config_of(case: LayerCase, rank: int, weight_type: type[Weight], *, fp8_rows: bool, **fields: Any) -> Any:
+def quant_config_of(
+    case: LayerCase, rank: int, weight_type: type[Weight], *, fp8_rows: bool = False, **fields: Any
+) -> Any:
     w1, w2 = (getattr(weight, "scales", None) for weight in rank_weights(case, rank, weight_type))
     rows = dict(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128]) if fp8_rows else {}
     weight_dtype: Any = WEIGHT_DTYPES[weight_type]
@@ -142,7 +142,6 @@ def contiguous_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
         GroupedContiguous(config, group, reduce=DelegateReduce()),
         GroupedContiguous(config, group, reduce=NoOpReduce()),
         WarpDecodeExperts(config, group),
-        DequantizingContiguous(config, group),
     ]
 
 
@@ -151,12 +150,11 @@ def batched_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
     return [
         GroupedBatched(config, group),
         GroupedBatched(config, group, reduce=DelegateReduce()),
-        DequantizingBatched(config, group),
     ]
 
 
 def make_kernel(transport, inner, case, rank, weight_type=Tensor, activation="silu", **fields) -> Any:
-    quant_config = quant_config_of(case, rank, weight_type, fp8_rows=inner.takes_fp8, **fields)
+    quant_config = quant_config_of(case, rank, weight_type, **fields)
     dispatch = adapt_prepare_finalize(transport)
     experts = adapt_experts(inner, moe_config_of(case, activation), quant_config, dispatch.max_num_tokens_per_rank())
     return modules()[0].FusedMoEKernel(dispatch, experts)
@@ -190,8 +188,8 @@ def check_kernels(rank: int, cases: list[LayerCase]) -> None:
         pairs += itertools.product([SymmetricBatched], batched_experts(case, group))
         for (transport, inner), weight_type in itertools.product(pairs, WEIGHT_TYPES):
             kernel = make_kernel(transport(config, group), inner, case, rank, weight_type)
-            what_is = dict(quantized=inner.takes_fp8, weight_type=weight_type)
-            exact, same = (expected(case, rank, dtype, 0, **what_is) for dtype in (torch.float64, case.dtype))
+            dtypes = (torch.float64, case.dtype)
+            exact, same = (expected(case, rank, dtype, 0, weight_type=weight_type) for dtype in dtypes)
             parts = (transport, type(inner), type(inner.reduce), weight_type)
             what = " + ".join(part.__name__ for part in parts) + f", {case.name}, rank {rank}"
             for call in range(2):
@@ -224,9 +222,9 @@ def check_parts(kernel: Any, kinds: dict[type, Any]) -> None:
     assert kinds[SymmetricBatched].max_num_tokens_per_rank() == 128
     assert kinds[GroupedContiguous]._supports_activation(MoEActivation.SILU)
     assert not kinds[GroupedContiguous]._supports_activation(MoEActivation.GELU)
-    assert kinds[DequantizingBatched].finalize_weight_and_reduce_impl() == reductions.TopKWeightAndReduceNaiveBatched(0)
+    assert kinds[GroupedBatched].finalize_weight_and_reduce_impl() == reductions.TopKWeightAndReduceNaiveBatched(0)
     wanted = reductions.TopKWeightAndReduceContiguous()
-    assert kinds[DequantizingContiguous].finalize_weight_and_reduce_impl() == wanted
+    assert kinds[GroupedContiguous].finalize_weight_and_reduce_impl() == wanted
 
 
 def check_refusals(group: ExpertGroup) -> None:
@@ -250,10 +248,10 @@ def check_refusals(group: ExpertGroup) -> None:
     per_tensor = modules()[1].FusedMoEQuantConfig.make(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"quant_dtype=torch.float8_e4m3fn with block_shape=None must be"):
         adapted.prepare(*arguments[:6], per_tensor, False)
-    inner = SymmetricContiguous(config, group)
-    inner.carries_fp8 = False
-    with pytest.raises(ValueError, match="SymmetricContiguous cannot send rows in FP8"):
-        adapt_prepare_finalize(inner).prepare(*arguments[:6], fp8, False)
+    rows, scales, *_ = adapt_prepare_finalize(SingleRank(config, group)).prepare(*arguments[:6], fp8, False)
+    packed = quantize_rows(inputs.tokens)
+    assert torch.equal(rows.view(torch.uint8), packed.elements.view(torch.uint8)), "experts of vLLM want rows in FP8"
+    assert torch.equal(scales, packed.scales)
     rows = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="weight_and_reduce_impl=TopKWeightAndReduceNaiveBatched must be one of"):
         adapted.finalize(None, rows, None, None, False, reductions.TopKWeightAndReduceNaiveBatched(0))
@@ -261,8 +259,8 @@ def check_refusals(group: ExpertGroup) -> None:
         adapted.finalize(None, rows, None, None, False, reductions.TopKWeightAndReduceNoOP())
 
     grouped = GroupedContiguous(config, group)
-    one_bias = quant_config_of(CASE, 0, Tensor, fp8_rows=False, w2_bias=torch.zeros(1))
-    block_fp8 = quant_config_of(CASE, 0, FP8, fp8_rows=False)
+    one_bias = quant_config_of(CASE, 0, Tensor, w2_bias=torch.zeros(1))
+    block_fp8 = quant_config_of(CASE, 0, FP8)
     clamped = GroupedContiguous(replace(config, activation=Activation("clamped_swiglu")), group)
     for inner, activation, fields, quant_config, message in (
         (grouped, "silu", {"swiglu_limit": 7.0}, plain, "gemm1_clamp_limit=7.0 must be left out with vLLM"),
@@ -288,7 +286,7 @@ def check_refusals(group: ExpertGroup) -> None:
         weight_types = frozenset({Tensor})
 
     with pytest.raises(ValueError, match="PlainOnly cannot compute with MXFP8 weights"):
-        adapt_experts(PlainOnly(config, group), moe_config_of(CASE), quant_config_of(CASE, 0, MXFP8, fp8_rows=False))
+        adapt_experts(PlainOnly(config, group), moe_config_of(CASE), quant_config_of(CASE, 0, MXFP8))
 
 
 def check_schemes(kinds: dict[type, Any]) -> None:
@@ -296,12 +294,10 @@ def check_schemes(kinds: dict[type, Any]) -> None:
 
     weights = [None, keys.kFp8Static128BlockSym, keys.kMxfp8Static]
     refused = [keys.kFp8StaticTensorSym, keys.kFp8StaticChannelSym, keys.kFp8Static128BlockE8M0Sym, keys.kMxfp4Static]
-    for kind, rows in ((GroupedContiguous, None), (DequantizingContiguous, keys.kFp8Dynamic128Sym)):
-        supports = type(kinds[kind])._supports_quant_scheme
-        assert all(supports(weight, rows) for weight in weights)
-        assert not any(supports(weight, rows) for weight in refused)
-        for other in (None, keys.kFp8Dynamic128Sym, keys.kFp8DynamicTokenSym, keys.kMxfp8Dynamic):
-            assert supports(None, other) == (other == rows)
+    supports = type(kinds[GroupedContiguous])._supports_quant_scheme
+    assert all(supports(weight, None) for weight in weights)
+    assert not any(supports(weight, None) for weight in refused)
+    assert not any(supports(None, rows) for rows in (keys.kFp8Dynamic128Sym, keys.kFp8DynamicTokenSym))
 
 
 def check_activations_and_biases() -> None:
@@ -366,9 +362,9 @@ def check_contracts() -> None:
     group, config = open_group(CASE), CASE.config
     transports = [AllToAll, SingleRank, SymmetricContiguous, SymmetricBatched]
     kinds: dict[type, Any] = {kind: adapt_prepare_finalize(kind(config, group)) for kind in transports}
-    for max_num_tokens, found in ((None, contiguous_experts(CASE, group)), (13, batched_experts(CASE, group)[1:])):
+    for max_num_tokens, found in ((None, contiguous_experts(CASE, group)), (13, batched_experts(CASE, group))):
         for inner in found:
-            quant_config = quant_config_of(CASE, 0, Tensor, fp8_rows=inner.takes_fp8)
+            quant_config = quant_config_of(CASE, 0, Tensor)
             part = adapt_experts(inner, moe_config_of(CASE), quant_config, max_num_tokens)
             kinds.setdefault(type(inner), part)  # with the reduction that is the default
     for part in kinds.values():
@@ -389,7 +385,7 @@ def test_the_kernel_of_vllm_equals_the_reference(rank: int, world_size: int) -> 
     check_activations_and_biases()
     check_kernels(rank, [CASE])
     exec(program("docs/howto/vllm.md"), page := {})
-    configs = (moe_config_of(CASE), quant_config_of(CASE, 0, Tensor, fp8_rows=False))
+    configs = (moe_config_of(CASE), quant_config_of(CASE, 0, Tensor))
     assert page["make_kernel"](CASE.config, open_group(CASE), *configs)
 
 

@@ -449,7 +449,7 @@ def by_experts_in_fp8(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) 
 
 def by_the_modular_layer(layer: MoE, tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
     modular = FusedPrepareFinalize(CASE.config, layer.group, overlap=CASE.overlap, use_kernels=False)
-    modular.prepare(RoutedTokens(tokens, ids, weights), quantize=False)
+    modular.prepare(RoutedTokens(tokens, ids, weights))
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])

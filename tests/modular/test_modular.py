@@ -14,7 +14,6 @@ from layer_ranks import open_group
 from modular_cases import (
     Combination,
     attacks,
-    check_fp8_rows,
     check_layer,
     combinations,
     compose,
@@ -36,8 +35,6 @@ from comet.modular import (
     AllToAll,
     BatchedRows,
     DelegateReduce,
-    DequantizingBatched,
-    DequantizingContiguous,
     Experts,
     FusedExperts,
     FusedPrepareFinalize,
@@ -91,17 +88,13 @@ def test_every_combination_on_ep_x_tp(rank: int, world_size: int) -> None:
 
 def run_kernels(rank: int, case: LayerCase) -> None:
     """Triton kernels under the interpreter: dispatch, both ways to combine, both grouped GEMMs, warp decode."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        sent = replace(case, dtype=dtype, num_tokens=(9, 4), top_k=4, hidden_size=160)
-        for use_kernels in (False, True)[: 1 if dtype == torch.bfloat16 else 2]:  # refused under the interpreter
-            check_fp8_rows(sent, rank, SymmetricContiguous, overlap=case.overlap, use_kernels=use_kernels)
     group = open_group(case)
     pairs = [
         Combination(SymmetricContiguous, GroupedContiguous, DelegateReduce),
         Combination(SymmetricBatched, GroupedBatched, NoOpReduce),
         Combination(AllToAll, WarpDecodeExperts, NoOpReduce),
-        Combination(SymmetricContiguous, DequantizingContiguous, DelegateReduce, MXFP8),
-        Combination(SymmetricBatched, DequantizingBatched, NoOpReduce, FP8),
+        Combination(SymmetricContiguous, GroupedContiguous, DelegateReduce, MXFP8),
+        Combination(SymmetricBatched, GroupedBatched, NoOpReduce, FP8),
         Combination(SymmetricContiguous, WarpDecodeExperts, NoOpReduce, FP8),
         Combination(AllToAll, WarpDecodeExperts, NoOpReduce, MXFP8),
     ]
@@ -202,9 +195,9 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
     events: list[str] = []
 
     class Recording(SingleRank):
-        def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Any:
+        def prepare_no_receive(self, routed: RoutedTokens) -> Any:
             events.append("sent")
-            receive = super().prepare_no_receive(routed, quantize=quantize)
+            receive = super().prepare_no_receive(routed)
 
             def receiver() -> Received:
                 events.append("received")
@@ -254,7 +247,7 @@ def test_rows_past_a_batch_are_left_out_until_the_host_looks(monkeypatch: pytest
     group = open_group(case)
     routed = rank_inputs(case, 0).routed
     routed.top_k_ids.fill_(case.config.num_experts - 1)
-    rows = SymmetricBatched(case.config, group).prepare(routed, quantize=False).rows
+    rows = SymmetricBatched(case.config, group).prepare(routed).rows
     assert isinstance(rows, BatchedRows)
     experts, batch_rows, _ = rows.tokens.shape
     assert rows.counts.tolist() == [0] * (experts - 1) + [batch_rows]
@@ -282,7 +275,7 @@ def test_bad_ids_are_named(group: ExpertGroup, kind: type, bad: int) -> None:
     routed = rank_inputs(SMALL, 0).routed
     routed.top_k_ids[3, 1] = bad
     with pytest.raises(ValueError, match=rf"contain (1 bad ids|{bad}); every id must be -1 .masked. or in "):
-        kind(SMALL.config, group).prepare(routed, quantize=False)
+        kind(SMALL.config, group).prepare(routed)
 
 
 def test_wrong_dtypes_and_biases_are_named(group: ExpertGroup) -> None:

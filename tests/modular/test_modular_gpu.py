@@ -7,13 +7,11 @@ import torch
 from gpus import captured, take_free_memory
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import open_group
-from modular_cases import attacks, check_fp8_rows, combinations, larger, rank_weights, run_combinations
+from modular_cases import attacks, combinations, larger, rank_weights, run_combinations
 from torch import Tensor
 
 from comet.layout import RoutedTokens
 from comet.modular import (
-    DequantizingBatched,
-    DequantizingContiguous,
     FusedExperts,
     FusedPrepareFinalize,
     GroupedBatched,
@@ -34,9 +32,8 @@ NEVER_WAIT = [
     (SymmetricBatched, GroupedBatched, Tensor),
     (SingleRank, GroupedContiguous, Tensor),
     (SingleRank, WarpDecodeExperts, Tensor),
-    (SymmetricContiguous, DequantizingContiguous, Tensor),
-    (SymmetricBatched, DequantizingBatched, MXFP8),
-    (SingleRank, DequantizingContiguous, FP8),
+    (SymmetricBatched, GroupedBatched, MXFP8),
+    (SingleRank, GroupedContiguous, FP8),
     (SingleRank, WarpDecodeExperts, FP8),
     (SymmetricContiguous, WarpDecodeExperts, MXFP8),
 ]
@@ -46,12 +43,6 @@ NEVER_WAIT = [
 def test_every_combination(dtype: torch.dtype) -> None:
     cases = [larger(case, dtype) for case in attacks(1, seed=31)]
     assert len(run_combinations(0, 1, cases, {}, "cuda")) == len(combinations())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_fp8_rows_arrive_to_the_bit(dtype: torch.dtype) -> None:
-    case = LayerCase("rows", 1, 1, (300,), 4, 4, 2080, 64, dtype=dtype, seed=33)
-    check_fp8_rows(case, 0, SymmetricContiguous, "cuda")
 
 
 @pytest.mark.parametrize("parts", NEVER_WAIT, ids=lambda parts: " + ".join(part.__name__ for part in parts))

@@ -1,4 +1,4 @@
-"""Modular layers over FP8 rows and over FP8 and MXFP8 weights: what is refused, kept, and where NaN goes.
+"""Modular layers over FP8 and MXFP8 weights: what is refused and kept; FP8 rows: how they are packed, where NaN goes.
 
 That they equal the reference is for ``test_modular.py``, which runs every combination.
 """
@@ -16,13 +16,11 @@ import comet.decode.weights
 from comet.comm.base import SymmTensor
 from comet.layer.group import ExpertGroup
 from comet.modular import (
-    DequantizingContiguous,
     FusedExperts,
     FusedPrepareFinalize,
     GroupedContiguous,
     ModularMoE,
     SingleRank,
-    SymmetricContiguous,
     WarpDecodeExperts,
 )
 from comet.quantization.formats import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
@@ -58,13 +56,6 @@ def test_types_that_experts_do_not_compute_with_are_refused(group: ExpertGroup) 
             ModularMoE(*parts, weight_type=kind)
     with pytest.raises(ValueError, match=r"computes with FP8 or MXFP8 or Tensor weights, not with int"):
         make(group, GroupedContiguous, int)  # type: ignore[arg-type]
-
-
-def test_rows_in_fp8_need_someone_who_carries_them(group: ExpertGroup) -> None:
-    transport = SymmetricContiguous(CASE.config, group)
-    transport.carries_fp8 = False
-    with pytest.raises(ValueError, match="DequantizingContiguous wants its rows in FP8, and SymmetricContiguous sends"):
-        ModularMoE(transport, DequantizingContiguous(CASE.config, group))
 
 
 @pytest.mark.parametrize("made_for", [Tensor, *TYPES])

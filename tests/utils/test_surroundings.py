@@ -14,7 +14,7 @@ from every_path import decode_weights, every_path, rank_inputs
 from layer_cases import LayerCase
 from layer_ranks import open_group
 from modular_cases import rank_weights
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
@@ -33,12 +33,7 @@ from comet.layout import RoutedTokens
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT, rotary_table
 from comet.modular import (
-    AllToAll,
-    DequantizingBatched,
-    DequantizingContiguous,
     GroupedContiguous,
-    ModularMoE,
-    SymmetricBatched,
     SymmetricContiguous,
     WarpDecodeExperts,
 )
@@ -285,46 +280,6 @@ def test_bfloat16_is_refused_by_interpreted_kernels(rank: int, world_size: int) 
     for call in calls.values():
         with pytest.raises(ValueError, match=f"^{rule}.*path='twin', use_kernels=False"):
             call()
-
-
-def run_nan_on_the_last_rank(rank: int, world_size: int, parts: tuple[type, type], ep: int, bad: float) -> str:
-    """Return the refusal of a call on this rank; then a call with good tokens has to work."""
-    case = LayerCase("nan", ep, world_size // ep, (6,) * world_size, hidden_size=128)
-    group, inputs = open_group(case), rank_inputs(case, rank)
-    w1, w2 = rank_weights(case, rank, Tensor)
-    layer = ModularMoE(*(part(case.config, group) for part in parts))
-    routing = (inputs.top_k_ids, inputs.top_k_weights)
-    good = layer(RoutedTokens(inputs.tokens, *routing), w1, w2)
-    tokens = inputs.tokens.clone()
-    if rank == world_size - 1:
-        tokens[1, 3], tokens[4, 100] = bad, bad
-    said = ""
-    try:
-        y = layer(RoutedTokens(tokens, *routing), w1, w2)
-        spoiled = (~y.isfinite()).any(dim=1).nonzero().flatten().tolist()
-        assert spoiled == ([1, 4] if rank == world_size - 1 else []), spoiled
-        kept = [row for row in range(6) if row not in spoiled]
-        assert torch.equal(y[kept], good[kept])
-    except ValueError as refusal:
-        said = str(refusal)
-    assert torch.equal(layer(RoutedTokens(inputs.tokens, *routing), w1, w2), good)
-    group.close()
-    return said
-
-
-@pytest.mark.parametrize(("world_size", "ep", "bad"), [(2, 2, float("nan")), (4, 2, float("-inf"))])
-def test_all_ranks_raise_for_tokens_that_are_not_finite(world_size: int, ep: int, bad: float) -> None:
-    said = run_ranks(run_nan_on_the_last_rank, world_size, (AllToAll, DequantizingContiguous), ep, bad)
-    last = world_size - 1
-    words = f"tokens of rank {last} contain 2 with NaN or infinity; every token must be finite to be quantised"
-    assert said == [words] * last + [f"tokens[1, 3]={bad} must be finite"]
-
-
-@pytest.mark.parametrize(
-    "parts", [(SymmetricContiguous, DequantizingContiguous), (SymmetricBatched, DequantizingBatched)]
-)
-def test_symmetric_memory_keeps_what_is_not_finite_in_its_token(parts: tuple[type, type]) -> None:
-    assert run_ranks(run_nan_on_the_last_rank, 2, parts, 2, float("nan")) == ["", ""]
 
 
 def test_second_derivatives_are_refused_and_not_left_out() -> None:

@@ -31,7 +31,7 @@ from comet.modular.interfaces import (
     Rows,
 )
 from comet.modular.symmetric import SymmetricBatched
-from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
+from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight, quantize_rows
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 NEEDS = "comet.integrations.vllm needs vLLM 0.25 to 0.33"
@@ -91,7 +91,7 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
     )
     kernel = load_vllm()
     ours = getattr(kernel.FusedMoEActivationFormat, FORMATS[formats[0]])
-    supports = dict(weight_types=inner.weight_types, takes_fp8=inner.takes_fp8, computes=inner.activation)
+    supports = dict(weight_types=inner.weight_types, computes=inner.activation)
     shape = staticmethod(lambda: ours)
     base = kernel.FusedMoEExpertsModular
     kind = _subclass(name, ExpertsAdapter, base, vllm=kernel, activation_format=shape, **supports)
@@ -165,17 +165,16 @@ class PrepareFinalizeAdapter:
         require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
         self._require_contiguous(expert_map)
         quantize = wants_fp8(quant_config, defer_input_quant)
-        require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
         routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
         with self._step("dispatch"):
             if self._received is not None:  # a combine is missing: this rank failed, and the others must know
                 self._received = None
                 with self.inner.comm.in_flight:
                     raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
-            receive = self.inner.prepare_no_receive(routed, quantize=quantize)
+            receive = self.inner.prepare_no_receive(routed)
             with self.inner.comm.in_flight:
                 self._received = receive()
-        return self._handed_out(self._received.rows)
+        return self._handed_out(self._received.rows, quantize)
 
     def _require_contiguous(self, expert_map: Tensor | None) -> None:
         """Rows go to the rank that has their expert where each has a range of them; looks once, and waits for it."""
@@ -193,12 +192,16 @@ class PrepareFinalizeAdapter:
         """One half of the layer as a step of the group; see ``ModularMoE``."""
         return self.inner.comm.step(f"{half} of a layer in vLLM", collectives=self.inner.uses_collectives)
 
-    def _handed_out(self, rows: Rows) -> Prepared:
-        """Rows as vLLM wants them; the ids of batched rows, which lie by expert, are those it has."""
+    def _handed_out(self, rows: Rows, quantize: bool) -> Prepared:
+        """Rows as vLLM wants them; the ids of batched rows, which lie by expert, are those it has.
+
+        Rows are quantised where they arrive. What is not finite makes NaN of the row it is in.
+        """
         assert isinstance(rows, ContiguousRows | BatchedRows)
         tokens, scales = rows.tokens, None
-        if isinstance(tokens, FP8):
-            scales, tokens = tokens.scales.contiguous(), tokens.elements.contiguous()
+        if quantize:
+            packed = quantize_rows(tokens, trusted=True)
+            tokens, scales = packed.elements, packed.scales
         if isinstance(rows, BatchedRows):
             meta = self.vllm.ExpertTokensMetadata(expert_num_tokens=rows.counts, expert_num_tokens_cpu=None)
             return tokens, scales, meta, None, None
@@ -231,7 +234,6 @@ class ExpertsAdapter:
 
     vllm: Any
     weight_types: frozenset[type[Weight]]
-    takes_fp8: bool
     computes: Activation
     activation_format: Callable[[], Any]
 
@@ -268,13 +270,12 @@ class ExpertsAdapter:
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
-        rows_fit = scheme(activation_key) == ((1, FP8_BLOCK) if cls.takes_fp8 else None)
         shared: dict[type[Weight], tuple[int, ...] | None] = {
             Tensor: None,
             FP8: (FP8_BLOCK, FP8_BLOCK),
             MXFP8: (1, MX_BLOCK),
         }
-        return rows_fit and scheme(weight_key) in [shared[kind] for kind in cls.weight_types]
+        return activation_key is None and scheme(weight_key) in [shared[kind] for kind in cls.weight_types]
 
     @classmethod
     def _supports_activation(cls, activation: Any) -> bool:
@@ -286,7 +287,7 @@ class ExpertsAdapter:
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return not self.inner.takes_fp8
+        return True
 
     def finalize_weight_and_reduce_impl(self) -> Any:
         """vLLM's class for the reduction that is left to do."""
@@ -320,12 +321,8 @@ class ExpertsAdapter:
         refuse("with vLLM", apply_router_weight_on_input=call.apply_router_weight_on_input)
         wanted = self.moe_config.activation  # type: ignore[attr-defined]
         require(call.activation == wanted, f"activation={call.activation} must be the moe_config's {wanted}")
-        tokens, scales = call.hidden_states, call.a1q_scale
-        taken = "in FP8" if self.inner.takes_fp8 else "that are not quantised"
-        require(self.inner.takes_fp8 == (scales is not None), f"{type(self.inner).__name__} takes rows {taken}")
-        rows = self._rows(
-            call, tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True)
-        )
+        require(call.a1q_scale is None, f"{type(self.inner).__name__} takes rows that are not quantised")
+        rows = self._rows(call, call.hidden_states)
         w1, w2, biases = self._weights(call.w1, call.w2)
         added = () if biases is None else (Biases(*(bias.to(call.output.dtype) for bias in biases)),)
         outputs = self.inner.apply(rows, w1, w2, call.output, *added)
@@ -338,7 +335,7 @@ class ExpertsAdapter:
     def _is_batched(self) -> bool:
         return bool(self.activation_format() is self.vllm.FusedMoEActivationFormat.BatchedExperts)
 
-    def _rows(self, call: Any, tokens: Tensor | FP8) -> ContiguousRows | BatchedRows:
+    def _rows(self, call: Any, tokens: Tensor) -> ContiguousRows | BatchedRows:
         weights = call.topk_weights.float()
         if not self._is_batched:
             require_map(call.expert_map, self.inner.layout)
@@ -449,7 +446,7 @@ def scheme(key: Any) -> tuple[int, ...] | None:
 
 
 def wants_fp8(quant_config: Any, defer_input_quant: bool) -> bool:
-    """Whether tokens are to be quantised before they travel; raises ``ValueError`` where it would not be our way."""
+    """Whether experts of vLLM want rows in FP8; raises ``ValueError`` where it would not be our way."""
     dtype = getattr(quant_config, "quant_dtype", None)
     if dtype is None or defer_input_quant:
         return False

@@ -16,8 +16,6 @@ from comet.layer.paths import make_path
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import RoutedTokens
 from comet.modular import (
-    DequantizingBatched,
-    DequantizingContiguous,
     FusedExperts,
     FusedPrepareFinalize,
     GroupedBatched,
@@ -58,8 +56,6 @@ def every_path(case: LayerCase, *, kernels: bool = False, kind: type = Tensor) -
         "grouped": modular(SingleRank(config, group), GroupedContiguous(config, group, **own)),
         "symmetric": modular(contiguous, GroupedContiguous(config, group, **own)),
         "batched": modular(batched, GroupedBatched(config, group, **own)),
-        "rows in FP8": modular(contiguous, DequantizingContiguous(config, group, **own)),
-        "batched rows in FP8": modular(batched, DequantizingBatched(config, group, **own)),
         "modular decode": modular(SingleRank(config, group), WarpDecodeExperts(config, group, **own)),
     }
     if kind is not MXFP8:

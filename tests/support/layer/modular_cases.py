@@ -25,8 +25,7 @@ from torch import Tensor
 from comet.layer.group import ExpertGroup
 from comet.layout import Biases, ExpertLayout
 from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
-from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
-from comet.quantization.packed import packed_columns
+from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8
 from comet.reference.layer import reference_experts
 
 ROUTED = ("tokens", "top_k_ids", "top_k_weights")
@@ -56,8 +55,6 @@ class Combination:
             return f"cannot leave its reduction to {self.reduction.__name__}"
         if given not in self.reduction.formats:
             return f"cannot reduce the {given.value} rows"
-        if self.experts.takes_fp8 and not self.prepare_finalize.carries_fp8:
-            return "wants its rows in FP8"
         return None if self.weight_type in self.experts.weight_types else f"not with {self.weight_type.__name__}"
 
 
@@ -105,17 +102,15 @@ def expected(
     dtype: torch.dtype,
     call: int,
     *,
-    quantized: bool,
     weight_type: type[Weight] = Tensor,
 ) -> Tensor:
-    """The reference of this rank's tokens; after a round trip through FP8 where the layer makes one."""
+    """The reference of this rank's tokens."""
     inputs = rank_inputs(case, rank, call)
-    tokens = quantize_rows(inputs.tokens).dequantize(case.dtype) if quantized else inputs.tokens
     w1, w2 = (weight.to(dtype) for weight in dequantized_weights(case, weight_type))
     weights = inputs.top_k_weights.to(torch.promote_types(dtype, torch.float32))
     added = [bias.to(dtype).flatten(1) for bias in full_biases(case)]
     return reference_experts(
-        tokens.to(dtype), inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp,
+        inputs.tokens.to(dtype), inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp,
         activation=case.activation, biases=Biases(*added) if added else None,
     )  # fmt: skip
 
@@ -124,55 +119,15 @@ def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device
     """Run all calls of the case and compare; whatever the layer allocates is full of NaN."""
     w1, w2 = rank_weights(case, rank, layer.weight_type, device)
     added = [bias.flatten(1).to(device) for bias in shard(case, rank, *full_weights(case), *full_biases(case))[2:]]
-    what_is = dict(quantized=layer.experts.takes_fp8, weight_type=layer.weight_type)
     for call in range(case.calls):
         routed = RoutedTokens(*(as_strided(part.to(device)) for part in rank_inputs(case, rank, call).routed))
         with new_memory_is_nan():
             y = layer(routed, w1, w2, *([Biases(*added)] if added else []))
-        exact, same = (expected(case, rank, dtype, call, **what_is) for dtype in (torch.float64, case.dtype))
+        dtypes = (torch.float64, case.dtype)
+        exact, same = (expected(case, rank, dtype, call, weight_type=layer.weight_type) for dtype in dtypes)
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
         assert y.dtype == case.dtype, where
         assert_as_close(y, exact, same, case.dtype, where)
-
-
-def check_fp8_rows(case: LayerCase, rank: int, kind: type, device: str = "cpu", **options: Any) -> None:
-    """Tokens that all go everywhere arrive to the bit, NaN and infinity among them, in a part of the pool's rows.
-
-    ``kind`` is a prepare/finalize over symmetric memory with contiguous rows; rows that are not quantised follow.
-    """
-    group = open_group(case, device)
-    transport = kind(case.config, group, **options)
-    tokens = [wide_tokens(case, source) for source in range(case.world_size)]
-    inputs, pool = rank_inputs(case, rank), group.workspace.recv_rows.local
-    parts = (tokens[rank], inputs.top_k_ids, inputs.top_k_weights)
-    routed = RoutedTokens(**dict(zip(ROUTED, (part.to(device) for part in parts), strict=True)))
-    rows = transport.prepare(routed, quantize=True).rows.tokens
-    most, columns = group.workspace.max_tokens, packed_columns(case.hidden_size, case.dtype)
-    for source, sent in enumerate(tokens):
-        wanted, what = (
-            quantize_rows(sent.to(device), trusted=True),
-            f"{case.name} {case.dtype} {options}, {source} to {rank}",
-        )
-        window = slice(source * most, source * most + sent.shape[0])
-        elements, scales = rows.elements[window], rows.scales[window]
-        assert torch.equal(elements.view(torch.uint8), wanted.elements.view(torch.uint8)), what
-        assert torch.equal(scales.contiguous().view(torch.int32), wanted.scales.view(torch.int32)), what
-    assert columns < case.hidden_size
-    assert pool.flatten()[pool.shape[0] * columns :].isnan().all(), "what is past the packed rows was written"
-    plain = transport.prepare(routed, quantize=False).rows.tokens
-    for source, sent in enumerate(tokens):
-        found = plain[source * most : source * most + sent.shape[0]].cpu()
-        assert torch.equal(found.nan_to_num(5.0), sent.nan_to_num(5.0)), "rows after packed ones"
-    group.workspace.check()
-    group.close()
-
-
-def wide_tokens(case: LayerCase, rank: int) -> Tensor:
-    """Tokens of all sizes, so that scales have all kinds of bits; one with a NaN, one with an infinity."""
-    tokens = rank_inputs(case, rank).tokens
-    tokens = tokens * torch.logspace(-3, 3, tokens.shape[0])[:, None].to(tokens.dtype)
-    tokens[1, 3], tokens[2, -1] = float("nan"), float("inf")
-    return tokens
 
 
 def run_combinations(
