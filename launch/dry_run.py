@@ -6,9 +6,8 @@ It touches no GPU either, unless ``overlap`` is given: then it asks how many SMs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from comet.comm.nodes import ranks_in_words
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import check_files, plan_experts
 from comet.jobs.config import GenerateJob, JobConfig, ModelJob, TrainJob, activation_dtype
-from comet.launch.config import Job
-from comet.launch.memory import generation_needs, layer_bytes, training_needs
-from comet.launch.tasks.modular import modular_problems
+from comet.launch.memory import PROBLEMS, generation_needs, layer_bytes, training_needs
 from comet.layer.paths import why_plain_trains
 from comet.layer.workspace import rank_pool_bytes
 from comet.schedule.choice import Machine, Problem, check_setting
@@ -28,7 +25,6 @@ from comet.training.checkpoint_folder import find_checkpoints, list_checkpoints
 from comet.training.data import read_corpus
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import to_yaml
-from comet.tuner.sweep import sweep_points, tune_points
 
 MIB = 2**20
 SHOWN_NODES = 4  # A dry run names the ranks of so many nodes.
@@ -119,19 +115,14 @@ def describe_generate(job: GenerateJob, num_ranks: int, device: torch.device) ->
     ]
 
 
-def describe_problems(
-    problems_in: Callable[[Job, torch.device], Iterable[Problem]],
-    job: Job,
-    num_ranks: int,
-    device: torch.device,
-) -> list[str]:
+def describe_problems(job: JobConfig, num_ranks: int, device: torch.device) -> list[str]:
     """A line for each problem that a task measures; one that cannot run is no error, as it is none in a sweep."""
     lines = [
         f"# {counted_ranks(num_ranks, device)}",
         "# memory of one rank, MiB, without its tokens and what is computed from them",
         f"#   {'':<44} {'pool':>12} {'one layer':>12} {'total':>12}",
     ]
-    for problem in problems_in(job, device):
+    for problem in PROBLEMS[type(job)](job, device):
         try:
             pool, weights = layer_bytes(problem, num_ranks)
             text = " ".join(f"{size / MIB:>12,.1f}" for size in (pool, weights, pool + weights))
@@ -139,11 +130,6 @@ def describe_problems(
             text = f"fails: {error}"
         lines.append(f"#   {problem.title:<44} {text}")
     return lines
-
-
-describe_tune = partial(describe_problems, tune_points)
-describe_sweep = partial(describe_problems, sweep_points)
-describe_modular = partial(describe_problems, modular_problems)
 
 
 def counted_ranks(num_ranks: int, device: torch.device) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -13,9 +14,9 @@ from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
 from comet.generation.job import plan_experts
 from comet.generation.source import is_hf_folder
-from comet.jobs.config import GenerateJob, JobConfig, TrainJob, activation_dtype
+from comet.jobs.config import GenerateJob, JobConfig, ModularJob, SweepJob, TrainJob, TuneJob, activation_dtype
 from comet.kernels.runtime.process import PROC, free_memory
-from comet.launch.config import Job
+from comet.launch.tasks.modular import modular_problems
 from comet.launch.tasks.registry import Task, imported
 from comet.layer.workspace import rank_pool_bytes
 from comet.layout import ExpertLayout
@@ -72,26 +73,24 @@ def generate_bytes(job: GenerateJob, num_ranks: int, device: torch.device) -> in
     return max(loading, weights) + sum(needs.values()) + stored
 
 
-def of_largest(
-    problems_in: Callable[[Job, torch.device], Iterable[Problem]],
-) -> Callable[[Job, int, torch.device], int]:
+# The layers that a task measures, by the type of its settings.
+PROBLEMS: Mapping[type, Callable[[Any, torch.device], Iterable[Problem]]] = {
+    TuneJob: tune_points,
+    SweepJob: sweep_points,
+    ModularJob: modular_problems,
+}
+
+
+def largest_problem(job: JobConfig, num_ranks: int, device: torch.device) -> int:
     """Count the bytes of one rank for the largest problem; 0 on a GPU, where one that needs more fails alone."""
-
-    def count(job: Job, num_ranks: int, device: torch.device) -> int:
-        found, reason = [], ""
-        for problem in problems_in(job, device):
-            try:
-                found.append(sum(layer_bytes(problem, num_ranks)))
-            except ValueError as error:  # The task itself says why one of several problems cannot run.
-                reason = str(error)
-        require(bool(found), f"no layer fits: {reason}; give other ranks (nproc), parallel.ep or sweep.layouts")
-        return max(found) if device.type == "cpu" else 0
-
-    return count
-
-
-tune_bytes = of_largest(tune_points)
-sweep_bytes = of_largest(sweep_points)
+    found, reason = [], ""
+    for problem in PROBLEMS[type(job)](job, device):
+        try:
+            found.append(sum(layer_bytes(problem, num_ranks)))
+        except ValueError as error:  # The task itself says why one of several problems cannot run.
+            reason = str(error)
+    require(bool(found), f"no layer fits: {reason}; give other ranks (nproc), parallel.ep or sweep.layouts")
+    return max(found) if device.type == "cpu" else 0
 
 
 def training_needs(job: TrainJob, num_ranks: int, dtype: torch.dtype) -> dict[str, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from comet.comm.base import settle
 from comet.comm.handshake import largest
 from comet.config import MoEConfig, require
 from comet.errors import UnavailableError
 from comet.jobs.config import MeasureConfig, ModularJob
 from comet.launch.distributed import LaunchContext
-from comet.launch.memory import of_largest
 from comet.launch.tasks.registry import did_you_mean
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, make_path
@@ -36,18 +37,11 @@ Call = Callable[[int], Tensor]
 TRACE = "trace.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """One prepare/finalize with one kind of experts, each as made by default."""
+def pairs(config: MoEConfig, group: ExpertGroup) -> list[dict[str, Any]]:
+    """All pairs of the registries for this layer over these ranks, each part as made by default (collective).
 
-    prepare_finalize: str
-    experts: str
-    weights: tuple[str, ...]  # names of the types of weights the pair computes with; empty where it does not fit
-    reason: str | None  # why not; None where it fits
-
-
-def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
-    """All pairs of the registries (collective), for this layer over these ranks."""
+    ``weights`` are the types of weights that a pair computes with; ``reason`` says why there are none.
+    """
     made: dict[type, Any] = {}  # a part, or the reason why it cannot be made here
     kinds: Sequence[Any] = (*EXPERTS, *PREPARE_FINALIZE)
     for kind in kinds:
@@ -60,16 +54,17 @@ def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
         parts = made[left], made[right]
         lacking = next((part for part in parts if isinstance(part, str)), None)
         reasons = {kind.__name__: lacking or incompatibility(*parts, kind) for kind in WEIGHT_TYPES}
-        weights = tuple(name for name, reason in reasons.items() if reason is None)
-        reason = None if weights else next(iter(reasons.values()))
-        found.append(Pair(prepare_finalize=left.__name__, experts=right.__name__, weights=weights, reason=reason))
+        weights = [name for name, reason in reasons.items() if reason is None]
+        pair = {"prepare_finalize": left.__name__, "experts": right.__name__, "weights": weights}
+        found.append(pair | {"reason": None if weights else next(iter(reasons.values()))})
     return found
 
 
-def table(found: Sequence[Pair]) -> str:
+def table(found: Sequence[Mapping[str, Any]]) -> str:
     """One line for each pair: both names, then the types of weights, or why they do not fit."""
-    fits = (f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights" for pair in found)
-    rows = [(pair.prepare_finalize, pair.experts, fit) for pair, fit in zip(found, fits, strict=True)]
+    rows = []
+    for name, experts, weights, reason in (pair.values() for pair in found):
+        rows.append((name, experts, f"no: {reason}" if reason else f"fits: {', '.join(weights)} weights"))
     return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
@@ -87,11 +82,11 @@ def modular_job(config: ModularJob, context: LaunchContext) -> dict[str, Any]:
     if context.rank == 0:
         sys.stdout.write(f"{table(found)}\n")
         sys.stdout.flush()
-    facts: dict[str, Any] = {"task": "modular", "pairs": [asdict(pair) for pair in found]}
+    facts: dict[str, Any] = {"task": "modular", "pairs": found}
     if kinds:
         calls = _calls(kinds, problem, group, config)
         facts |= _measured(calls, group, config.modular.rounds)
-        facts["trace"] = _trace(calls, Path(config.output_dir), context.device if context.rank == 0 else None)
+        facts["trace"] = _trace(calls, Path(config.output_dir), context)
     group.close()
     if context.rank == 0:
         sys.stdout.write(f"{_told(facts)}{json.dumps(facts)}\n")
@@ -103,9 +98,6 @@ def modular_problems(config: ModularJob, device: torch.device) -> list[Problem]:
     find_parts(config)
     tokens = (config.modular.tokens,) if config.modular.tokens else ()
     return problems_of(MeasureConfig(tokens=tokens), config, [config.parallel], device)
-
-
-modular_bytes = of_largest(modular_problems)
 
 
 def find_parts(config: ModularJob) -> list[type]:
@@ -151,23 +143,20 @@ def _measured(calls: Mapping[str, Call], group: ExpertGroup, rounds: int) -> dic
     return {"times": {name: asdict(timing) for name, timing in times.items()}, "apart": apart / most}
 
 
-def _trace(calls: Mapping[str, Call], folder: Path, device: torch.device | None) -> str | None:
-    """Run each once more; where there is a device, under the profiler: the path of the trace (Chrome's JSON)."""
-    if device is None:
-        for call in calls.values():
-            call(0)
-        return None
-    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
+def _trace(calls: Mapping[str, Call], folder: Path, context: LaunchContext) -> str | None:
+    """Run each once more; rank 0 profiles the calls, and returns the path of the trace (Chrome's JSON)."""
+    on_gpu = [ProfilerActivity.CUDA] if context.device.type == "cuda" else []
+    profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu]) if context.rank == 0 else None
+    with profiler or nullcontext():
         for name, call in calls.items():
             with record_function(name):
                 call(0)
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        settle(context.device)
+    if profiler is None:
+        return None
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / TRACE
-    profiler.export_chrome_trace(str(path))
-    return str(path)
+    profiler.export_chrome_trace(str(folder / TRACE))
+    return str(folder / TRACE)
 
 
 def _told(facts: Mapping[str, Any]) -> str:

@@ -42,6 +42,11 @@ def imported(name: str) -> Any:
     return getattr(importlib.import_module(module), last)
 
 
+MEASURES: dict[str, Any] = {  # fields of tasks that measure layers
+    "dry_run": "comet.launch.dry_run.describe_problems",
+    "memory": "comet.launch.memory.largest_problem",
+    "shows_split": False,
+}
 TASKS: Mapping[str, Task] = {
     "train": Task(
         "train a small MoE language model end to end",
@@ -78,31 +83,25 @@ TASKS: Mapping[str, Task] = {
         "comet.tuner.sweep.tune_job",
         settings="comet.jobs.config.TuneJob",
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
-        dry_run="comet.launch.dry_run.describe_tune",
-        memory="comet.launch.memory.tune_bytes",
         lower="lower tune.tokens, or take a smaller model",
-        shows_split=False,
+        **MEASURES,
     ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
         "comet.tuner.sweep.sweep_job",
         settings="comet.jobs.config.SweepJob",
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
-        dry_run="comet.launch.dry_run.describe_sweep",
-        memory="comet.launch.memory.sweep_bytes",
         lower="lower sweep.tokens, or take smaller models",
         needs=("matplotlib",),
-        shows_split=False,
+        **MEASURES,
     ),
     "modular": Task(
         "which dispatches and experts go together; time and trace a pair",
         "comet.launch.tasks.modular.modular_job",
         settings="comet.jobs.config.ModularJob",
         examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
-        dry_run="comet.launch.dry_run.describe_modular",
-        memory="comet.launch.tasks.modular.modular_bytes",
         lower="lower modular.tokens, or take a smaller model",
-        shows_split=False,
+        **MEASURES,
     ),
     "place": Task(
         "order the experts of a checkpoint so that ranks have equal loads",

@@ -115,7 +115,7 @@ def test_auto_runs_inside_nodes_and_what_needs_memory_of_all_ranks_is_refused_by
     assert isinstance(make_path("auto", dropping, group), NodesPath)
     with pytest.raises(ValueError, match=r"^capacity_factor=1.5 needs path 'fused' or 'twin'; 'plain' is dropless$"):
         make_path("plain", dropping, group)
-    reasons = {pair.prepare_finalize: pair.reason or "" for pair in pairs(CONFIG, group)}
+    reasons = {pair["prepare_finalize"]: pair["reason"] or "" for pair in pairs(CONFIG, group)}
     assert re.match(f"SymmetricContiguous needs symmetric memory, but {NODES}", reasons["SymmetricContiguous"])
     group.close()
     with pytest.raises(RuntimeError, match=r"used after close\(\)"):
