@@ -39,12 +39,9 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         limits.check(self)
-        insists = prefetch_wanted(self.expert_prefetch)
-        word = str(self.host_cores)
-        require(
-            word in ("auto", "off") or (word.isdecimal() and int(word) >= 1),
-            f"host_cores={word!r} must be auto, off, or a number of cores",
-        )
+        insists, word = prefetch_wanted(self.expert_prefetch), str(self.host_cores)
+        is_number = word.isdecimal() and int(word) >= 1
+        require(word in ("auto", "off") or is_number, f"host_cores={word!r} must be auto, off, or a number of cores")
         without_store = {"keep_fp8"} if insists else {"keep_fp8", "expert_prefetch"}
         for each in fields(StoreOptions):
             value = getattr(self, each.name)
@@ -52,29 +49,18 @@ class StoreOptions:
                 self.in_store or value == each.default or each.name in without_store,
                 f"{each.name}={value} must come with an expert_budget: without one all experts are in GPU memory",
             )
-        require(
-            not self.keep_fp8 or self.expert_dtype is None,
-            f"expert_dtype={self.expert_dtype} must be None with keep_fp8=True",
-        )
-        if self.expert_store == "host":
-            given = self.host_budget
-            require(given is None, f"host_budget={given} must be None with expert_store=host, which holds all experts")
-            return
-        require(
-            self.host_budget is not None,
-            f"host_budget=None must be given with expert_store={self.expert_store}: the share of all experts (up to 1) "
-            "or the bytes that host memory holds",
-        )
-        require(
-            self.host_cores == "off",
-            f"host_cores={self.host_cores} must be off with expert_store={self.expert_store}: experts in files are not "
-            "computed on the host",
-        )
-        if insists:
-            raise NotImplementedError(
-                f"expert_prefetch={self.expert_prefetch} must be auto or false with expert_store={self.expert_store}: "
-                f"{GRAPH_FALLBACK_REASON}"
-            )
+        in_files, store = self.expert_store == "file", f"with expert_store={self.expert_store}"
+        has_budget, budget = self.host_budget is not None, "the share of all experts (up to 1) or the bytes"
+        for name, is_wrong, rule in (
+            ("expert_dtype", self.keep_fp8 and self.expert_dtype is not None, "None with keep_fp8=True"),
+            ("host_budget", has_budget and not in_files, f"None {store}, which holds all experts"),
+            ("host_budget", in_files and not has_budget, f"given {store}: {budget} that host memory holds"),
+            ("host_cores", in_files and word != "off", f"off {store}: experts in files are not computed on the host"),
+        ):
+            require(not is_wrong, f"{name}={getattr(self, name)} must be {rule}")
+        if in_files and insists:
+            rule = f"must be auto or false {store}: {GRAPH_FALLBACK_REASON}"
+            raise NotImplementedError(f"expert_prefetch={self.expert_prefetch} {rule}")
 
     @classmethod
     def of(cls, settings: Any) -> StoreOptions:

@@ -21,7 +21,7 @@ from comet.experts.host.cores import HostCores, open_cores, started
 from comet.experts.host.profile import HostSizes
 from comet.experts.options import StoreOptions
 from comet.experts.staged import Stage, StagedCache, StagedExperts
-from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
+from comet.experts.store import ExpertReader, HeldExperts, MemoryFile
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.router.router import Router
@@ -31,6 +31,10 @@ from comet.utils.streams import StreamLock
 logger = logging.getLogger(__name__)
 
 CachedPath = CachedExperts | StagedExperts
+PAGEABLE = (
+    "the host copies every missing expert, first to pinned memory and then to the GPU, and waits for the GPU in every "
+    "layer; no expert is prefetched, and decode steps are not replayed from a CUDA graph"
+)
 TENTHS_TAKEN = 9  # tenths of the slots that fit are taken: attention memory and scratch come later
 
 
@@ -68,10 +72,7 @@ class Slots:
                 for number, cache in enumerate(caches):
                     cache.share_with(cores, number)
             return [CachedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
-        pageable = sum(layer.num_bytes for layer in layers if not layer.readable)
-        self._check_pageable(pageable)
-        if pageable:
-            warn_pageable(pageable, layers[0], self.device)
+        self._do_without_pinning(sum(layer.num_bytes for layer in layers if not layer.readable))
         return self.over_readers(layers, self.num_slots)
 
     @torch.inference_mode(mode=False)  # memory that both modes may write to
@@ -131,14 +132,17 @@ class Slots:
         first, activation = self.layout.first_expert, self.runner.activation
         return {"num_experts": self.layout.num_experts, "first_expert": first, "activation": activation}
 
-    def _check_pageable(self, num_bytes: int) -> None:
-        refused = f"{num_bytes:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit)"
+    def _do_without_pinning(self, num_bytes: int) -> None:
+        """Close the cores, and say what it costs that so many bytes of this rank cannot be pinned."""
+        refused = f"{num_bytes:,} bytes of host memory for experts cannot be pinned (ulimit -l, a container's limit)"
         if self.cores is not None:
             self.cores.close()
             if self.cores.insists:
                 raise UnavailableError(
                     f"host_cores computes from pinned memory, and {refused}: allow that, or set host_cores=off"
                 )
+        if num_bytes:
+            logger.warning("%s: %s", refused, PAGEABLE)
 
 
 @torch.inference_mode(mode=False)  # memory that both modes may write to

@@ -8,10 +8,8 @@ page-locked ("pinned") exactly as large as it is: torch's own pinned allocator r
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ from torch import Tensor
 from comet.config import require
 from comet.kernels.experts.tables import ExpertParts
 from comet.quantization.formats import MX_BLOCK, MXType, check_mx_type, quantize_mx
-
-logger = logging.getLogger(__name__)
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -210,31 +206,3 @@ def host_memory(
     with suppress(RuntimeError):  # CUDA reports an error that is not picked up at the next launch
         torch.ones(1, device=device)
     return memory, False
-
-
-def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> None:
-    """Say once per model what it costs that memory of so many bytes could not be pinned, by a copy that is measured."""
-    seconds = seconds_to_copy(*(part[0] for part in layer.parts), device=device)
-    logger.warning(
-        "%.3f GB of host memory for experts cannot be pinned (ulimit -l, a container's limit, or too little of it): "
-        "the GPU cannot read experts there itself, so the host copies every missing one, first to pinned memory and "
-        "then to the GPU (measured: %.3f ms for an expert of %.3f MB), and waits for the GPU in every layer; no expert "
-        "is prefetched, and decode steps are not replayed from a CUDA graph",
-        num_bytes / 1e9,
-        seconds * 1e3,
-        layer.expert_bytes / 1e6,
-    )
-
-
-def seconds_to_copy(*tensors: Tensor, device: torch.device) -> float:
-    """Return the seconds of a second copy of tensors from pinned host memory to a device."""
-    pairs = [
-        (host_memory(each.shape, each.dtype, device)[0], torch.empty_like(each, device=device)) for each in tensors
-    ]
-    for _ in range(2):
-        started = time.perf_counter()
-        for each, (stage, target) in zip(tensors, pairs, strict=True):
-            target.copy_(stage.copy_(each), non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter() - started

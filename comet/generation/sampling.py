@@ -43,21 +43,19 @@ class Sampler:
         draws = [uniform_draws(config.seed, index, config.max_new_tokens) for index in range(num_sequences)]
         self.draws = torch.stack(draws, dim=1).to(device)
 
-    def __call__(self, logits: Tensor, step: int) -> Tensor:
-        """Choose token number ``step`` of each sequence: ``(B, V)`` float32 -> ``(B,)`` int64."""
-        return self._of_scaled(self.scaled(logits, self.seen), step)
-
     def choose(self, logits: Tensor, step: int) -> Tensor:
-        """Choose as above, the same on every rank, and note it; ``NO_TOKEN`` where logits are not ``finite``."""
+        """Choose token number ``step`` of each sequence, the same on every rank, and note it.
+
+        ``(B, V)`` float32 -> ``(B,)`` int64; ``NO_TOKEN`` where logits are not ``finite``.
+        """
         scaled = self.scaled(logits, self.seen)
-        chosen = of_first_rank(token_or_none(self._of_scaled(scaled, step), finite(logits, scaled)))
+        if self.config.temperature == 0:
+            tokens = scaled.argmax(dim=-1)
+        else:
+            tokens = draw(scaled, self.draws[step], self.config.top_k, self.config.top_p)
+        chosen = of_first_rank(token_or_none(tokens, finite(logits, scaled)))
         self.seen = with_token(self.seen, chosen)
         return chosen
-
-    def _of_scaled(self, scaled: Tensor, step: int) -> Tensor:
-        if self.config.temperature == 0:
-            return scaled.argmax(dim=-1)
-        return draw(scaled, self.draws[step], self.config.top_k, self.config.top_p)
 
     def probabilities(self, logits: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
         """Probabilities ``(..., V)`` float64 after penalties for ``seen (..., V)``, temperature, top-k and top-p; and

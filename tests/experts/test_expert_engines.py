@@ -1,7 +1,6 @@
 """Engines that answer from few slots for experts, against the same model with all of them on the device."""
 
 import logging
-import re
 from typing import Any, get_args
 
 import pytest
@@ -109,8 +108,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkey
     with caplog.at_level(logging.WARNING, "comet"):
         staged = engine_of(slots=MOE.top_k)
     (record,) = caplog.records
-    assert "GB of host memory for experts cannot be pinned" in record.message
-    assert re.search(r"measured: [0-9.]+ ms for an expert of [0-9.]+ MB", record.message)
+    assert "bytes of host memory for experts cannot be pinned" in record.message
     assert record.message.count("no expert is prefetched") == 1
     compare_texts(staged, resident, steps=12)
     assert staged.graph_fallback_reason == GRAPH_FALLBACK_REASON
