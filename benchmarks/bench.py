@@ -3,7 +3,7 @@
     python benchmarks/bench.py decode --tokens 1,8,64
     torchrun --nproc-per-node 4 benchmarks/bench.py moe --ep 4
 
-Rank 0 prints a table and, as the last line, the run as JSON, and writes JSON, CSV and pictures to ``--out``. Protocol,
+Rank 0 prints a table and, as the last line, the run as JSON, and writes it to ``--out``. Protocol,
 columns: ``results/protocol.md``. ``bench.py SUITE --help`` says what a suite measures, and its options. Suites:
 """
 

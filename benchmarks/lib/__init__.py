@@ -1,1 +1,1 @@
-"""Parts that suites share: the skeleton, ranks, shapes, routing, time, tables and pictures."""
+"""Parts that suites share: the skeleton, ranks, shapes, routing, time and tables."""

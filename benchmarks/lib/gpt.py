@@ -17,6 +17,8 @@ from comet.models.gpt import GPT
 
 from lib.shapes import OF_ATTENTION, SHAPES, model
 
+VOCABULARY = {"qwen3_30b_a3b": 151_936, "tiny": 256}  # sizes for the models that are measured
+
 
 def model_config(name: str, num_layers: int, context: int, vocab_size: int = NUM_BYTE_VALUES) -> ModelConfig:
     """A GPT of layers called ``name`` (see ``lib.shapes.model``), with the attention that ``configs/model`` has."""

@@ -1,9 +1,7 @@
-"""The files and the table of a run: CSV, one line of JSON, a picture; files of an earlier run are kept."""
+"""The file and the table of a run: one line of JSON; files of an earlier run are kept."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -14,16 +12,20 @@ from comet.utils.shared_file import write_whole
 from comet.utils.tables import aligned
 
 Row = dict[str, Any]
-Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points of every line of every panel, by their titles
-IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "speculation", "seconds")  # of rows
+IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "speculation", "seconds")  # columns of rows
 REMARKS = ("no_graph", "failures")  # columns of reasons by variant, which stand below the table
-SUFFIXES = (".csv", ".png", ".json", ".pt")  # of one run's files
+SUFFIXES = (".png", ".json", ".pt")  # of one run's files
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
     """The mean of the values that are there; of 2 and 8 it is 4; of none it is ``None``."""
     present = [value for value in values if value is not None]
     return math.exp(sum(map(math.log, present)) / len(present)) if present else None
+
+
+def over(above: float | None, below: float | None) -> float | None:
+    """``above / below``; ``None`` where one of them was not measured."""
+    return None if above is None or below is None else above / below
 
 
 def cell(value: Any) -> str:
@@ -36,17 +38,12 @@ def cell(value: Any) -> str:
     return f"{value:.6g}" if 0.99 < value < 1 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def columns_of(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [*dict.fromkeys(columns or names), *(name for name in REMARKS if columns and name in names)]
-
-
 def table_of(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str] = (), means: Row | None = None) -> str:
     """One aligned line per row, then the means; below them the reasons of remarks, with the points of each.
 
     Empty columns are left out. ``keys`` are the columns that name a point.
     """
-    names = [name for name in columns_of(rows, columns) if name not in (*IN_JSON_ONLY, *REMARKS)]
+    names = columns or dict.fromkeys(name for row in rows for name in row if name not in (*IN_JSON_ONLY, *REMARKS))
     shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
     lines = [shown, *([cell(row.get(name)) for name in shown] for row in rows)]
     if means:
@@ -66,26 +63,10 @@ def write_json(folder: Path | None, name: str, found: Row) -> str:
     return line
 
 
-def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
-    """All rows so far in the place of those that were there.
-
-    Example: ``{"model": "tiny", "failures": {"comet": "late"}}`` with columns ``("model", "tokens")`` is the line
-    ``tiny,,comet: late``.
-    """
-    text = io.StringIO()
-    names = [name for name in columns_of(rows, columns) if name not in IN_JSON_ONLY]
-    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
-    writer.writeheader()
-    for row in rows:
-        reasons = {name: "; ".join(map(": ".join, row[name].items())) for name in REMARKS if name in row}
-        writer.writerow(row | reasons)
-    write_whole(path, text.getvalue())
-
-
 def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
     """Make the folder, and rename what an earlier run left there; old and new names.
 
-    Example: ``bench_moe.csv`` becomes ``bench_moe.1.csv``, that of the next run ``bench_moe.2.csv``.
+    Example: ``bench_moe.json`` becomes ``bench_moe.1.json``, that of the next run ``bench_moe.2.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     earlier = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").exists()]
@@ -96,16 +77,3 @@ def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
     for old, new in renamed:
         old.rename(new)
     return renamed
-
-
-def draw_lines(path: Path, panels: Panels, *, x: str, y: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1 + 5 * len(panels), 4.5), layout="constrained")
-    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
-        axes.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)

@@ -8,34 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.launch.cli import Parser
 from comet.layer.workspace import Workspace
+from comet.limits import limits_of
 from comet.tuner.timing import Timing, Variant
 
 from lib.ranks import Ranks, attempt, release, start_ranks, tell
-from lib.report import Panels, Row, draw_lines, set_aside, table_of, write_csv, write_json
+from lib.report import Row, set_aside, table_of, write_json
 from lib.shapes import swiglu_model
 from lib.timing import gather_facts, time_by_protocol
 
 T = TypeVar("T")
 
 
-def words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
-def shares(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
-
-
-READERS = {tuple[str, ...]: words, tuple[int, ...]: whole_numbers, tuple[float, ...]: shares}
 HELP = {
     "models": "comma-separated names of configs/model; mixtral_8x7b/4: a fourth of the experts",
     "model": "a name of configs/model",
@@ -51,11 +39,19 @@ HELP = {
 }  # fmt: skip
 
 
+def several(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    def read(text: str) -> tuple[T, ...]:
+        return tuple(map(kind, text.split(",")))
+
+    read.__name__ = f"list of {kind.__name__}"  # for argparse's message
+    return read
+
+
 def option(default: Any = MISSING, text: str = "", **rules: Any) -> Any:
     """A field of a suite with a line of help, and rules beyond its type.
 
     Args:
-        rules: ``of``: the values that it can have; ``least``: of a number, 1 by default; ``read``: its reader.
+        rules: ``of``: the values that it can have; ``least``: of a number, 1 by default.
     """
     return field(default=default, metadata={"help": text} | rules)
 
@@ -72,18 +68,16 @@ class CommandLine:
     def parse(cls, command_line: Sequence[str]) -> Self:
         title, doc = cls.name().replace("_", "-"), sys.modules[cls.__module__].__doc__
         parser = Parser(f"bench.py {title}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        hints = get_type_hints(cls)
         for each in fields(cls):
-            hint, known = hints[each.name], each.metadata.get("of")
-            hint = next(
-                (part for part in get_args(hint) if type(None) in get_args(hint)), hint
-            )  # Path in ``Path | None``
+            known = each.metadata.get("of")
             listed = f"of {', '.join(known)}" if known else ""
             text = "; ".join(filter(None, (each.metadata.get("help") or HELP.get(each.name), listed)))
-            how: dict[str, Any] = {"type": each.metadata.get("read") or READERS.get(hint, hint)}
+            limits = limits_of(cls)[each.name]  # type: ignore[arg-type]
+            read = several(limits.kind) if limits.depth else limits.kind
+            how: dict[str, Any] = {"action": "store_true"} if read is bool else {"type": read}
             parser.add_argument(
                 f"--{each.name.replace('_', '-')}", default=None if each.default is MISSING else each.default,
-                required=each.default is MISSING, help=text, **({"action": "store_true"} if hint is bool else how),
+                required=each.default is MISSING, help=text, **how,
             )  # fmt: skip
         return cls(**vars(parser.parse_args(command_line)))
 
@@ -113,8 +107,7 @@ class Point(NamedTuple):
 class Suite(CommandLine):
     """A suite that measures points over ranks and reports their rows."""
 
-    COLUMNS: ClassVar[tuple[str, ...]] = ()  # CSV and table have these; without any, all that rows hold
-    AXES: ClassVar[tuple[str, str]] = ("tokens", "ms")  # of the picture
+    COLUMNS: ClassVar[tuple[str, ...]] = ()  # the table has these; without any, all that rows hold
 
     ep: int = 1
     tp: int = 1
@@ -138,10 +131,6 @@ class Suite(CommandLine):
         """Figures of all rows together; a ``geometric_mean`` is the last line of the table."""
         return {}
 
-    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        """The panel of a row in the picture, and its value in each line; without lines there is no picture."""
-        return "", {}
-
     def check_models(self, names: Sequence[str], layer: Callable[[str], MoEConfig] = swiglu_model) -> None:
         for name in names:
             self.parallel.check(layer(name))
@@ -153,10 +142,10 @@ class Suite(CommandLine):
         return 0
 
     def run(self, ranks: Ranks) -> None:
-        """Measure all points; rank 0 writes CSV and JSON after each, so that an interruption loses none.
+        """Measure all points; rank 0 writes JSON after each, so that an interruption loses none.
 
-        At the end or after an exception it prints the table and, as the last line, the JSON, and draws the picture.
-        Files of an earlier run are set aside.
+        At the end or after an exception it prints the table and, as the last line, the JSON. Files of an earlier run
+        are set aside.
         """
         stem, files, rows = f"bench_{self.name()}", self.out if ranks.rank == 0 else None, list[Row]()
 
@@ -178,7 +167,6 @@ class Suite(CommandLine):
                 rows[:] = [row for row in rows if not keys.items() <= row.items()]  # a point may be measured again
                 rows += [keys | row | seconds for row in new_rows]
                 if files:
-                    write_csv(files / f"{stem}.csv", rows, self.COLUMNS)
                     write_json(files, stem, found())
                 said = [f"{' '.join(map(str, keys.values()))}: done in {seconds['seconds']:.1f} s"]
                 said += [": ".join(each) for row in new_rows for each in row.get("failures", {}).items()]
@@ -188,17 +176,6 @@ class Suite(CommandLine):
             if rows and ranks.rank == 0:
                 table = table_of(rows, list(keys), self.COLUMNS, found().get("geometric_mean"))
                 print(table, write_json(None, stem, found()), sep="\n", flush=True)
-                if files and any(self.lines(row)[1] for row in rows):
-                    self.draw(files / f"{stem}.png", rows)
-
-    def draw(self, path: Path, rows: Sequence[Row]) -> None:
-        panels: Panels = {}
-        for row in sorted(rows, key=lambda row: float(row[self.AXES[0]])):
-            title, values = self.lines(row)
-            for name, value in values.items():
-                if value:
-                    panels.setdefault(title, {}).setdefault(name, []).append((row[self.AXES[0]], value))
-        draw_lines(path, panels, x=self.AXES[0], y=self.AXES[1])
 
 
 class Checked:

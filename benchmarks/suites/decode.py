@@ -47,7 +47,7 @@ from comet.tuner.timing import Timing, Variant, capture
 from baselines.decode import EXPERT_CONFIGS, Library, find_library, torch_experts, triton_experts
 from lib.decode import OWN, PREFIX, WEIGHTS, Step, StepRun, Team, WeightSet, make_set, make_steps, open_team
 from lib.ranks import Ranks, differs_over_ranks, release
-from lib.report import Row
+from lib.report import Row, over
 from lib.shapes import ROUTINGS, swiglu_model
 from lib.suite import Checked, Point, Suite, option
 from lib.timing import read_roofline_tbs
@@ -197,10 +197,10 @@ def figures(
     local_us, best_us = row["local_us"], row["comet_us"]
     for added, over_ranks_us in (("added_us", row["comet_us"]), ("own_added_us", row["own_us"])):
         row[added] = None if over_ranks_us is None or local_us is None else over_ranks_us - local_us
-    tbs = None if best_us is None else touched_bytes / (best_us * 1e6)
-    row |= {"best_us": best_us, "mbytes": touched_bytes / 1e6, "tbs": tbs, "of_roofline": tbs and tbs / roofline_tbs}
+    tbs = over(touched_bytes / 1e6, best_us)
+    row |= {"best_us": best_us, "mbytes": touched_bytes / 1e6, "tbs": tbs, "of_roofline": over(tbs, roofline_tbs)}
     for name, source in {"triton": centric, "torch": "torch", "fused": "fused", "transformers": fastest}.items():
-        row[f"x_{name}"] = None if best_us is None or source not in times_us else times_us[source] / best_us
+        row[f"x_{name}"] = over(times_us.get(source), best_us)
     for name, source in (("comet", "comet"), ("triton", centric), ("torch", "torch")):
         row[f"{name}_error"], row[f"{name}_cosine"] = accuracy.get(source, (None, None))
     quantiles = {name: asdict(timing) for name, timing in timings.items()}
@@ -313,8 +313,6 @@ def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Suite):
-    AXES = ("tokens", "us per step")
-
     models: tuple[str, ...] = ("qwen3_30b_a3b",)
     weights: tuple[str, ...] = option(WEIGHTS[:1], "(CPU: float32)", of=WEIGHTS)
     tokens: tuple[int, ...] = option(
@@ -371,10 +369,3 @@ class Run(Suite):
                         )
                     del sets
                     release(ranks)
-
-    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        split = "" if row["ep"] * row["tp"] == 1 else f", EP{row['ep']} x TP{row['tp']}"
-        names = ["comet", CENTRIC, *OTHERS, *(name for name in row.get("times_us", {}) if name.startswith(PREFIX))]
-        times = {name: row.get(f"{name}_us") for name in names}
-        read = row["mbytes"] / (row["tbs"] / row["of_roofline"]) if row.get("of_roofline") else None
-        return f"{row['model']}, {row['weights']}{split}", times | {"read roofline": read}

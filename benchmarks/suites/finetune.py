@@ -1,4 +1,4 @@
-"""Fine-tuning of Qwen3-MoE by LoRA of its experts: transformers and peft with Comet's experts and with their own.
+"""Fine-tuning of Qwen3-MoE by LoRA of its experts: transformers with Comet's experts and with its own.
 
     python benchmarks/bench.py finetune --layers 48 --sequences 4
     python benchmarks/bench.py finetune --device cpu --model tiny --layers 2 --sequences 2 --context 32
@@ -21,12 +21,11 @@ import torch
 from comet.config import require
 
 from baselines.library import library_config
-from lib.gpt import model_config
+from lib.gpt import VOCABULARY, model_config
 from lib.ranks import Ranks
 from lib.report import Row
+from lib.steps import CHECKED_STEPS, LEARNING_RATE, ROTATE, FirstSteps, check_variants, row_norms
 from lib.suite import Checked, Point, Suite, option
-from suites.generate import VOCABULARY
-from suites.train import CHECKED_STEPS, LEARNING_RATE, ROTATE, FirstSteps, check_variants, row_norms
 
 STOCK, COMET = "grouped_mm", "comet"
 RANK = 16

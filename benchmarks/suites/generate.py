@@ -42,9 +42,9 @@ from comet.tuner.timing import Timing
 from comet.utils.graphs import WARM_CALLS, GraphMode
 
 from baselines.library import Library, fill_library, library_version, make_library_model, rewind_library
-from lib.gpt import make_gpt, model_config
+from lib.gpt import VOCABULARY, make_gpt, model_config
 from lib.ranks import Ranks, differs_over_ranks
-from lib.report import Row
+from lib.report import Row, over
 from lib.suite import Checked, Point, Suite, option
 from lib.timing import read_roofline_tbs
 
@@ -171,7 +171,6 @@ def path_rows(
     return found
 
 
-VOCABULARY = {"qwen3_30b_a3b": 151_936, "tiny": 256}  # sizes for the models that are measured
 ALIGNMENT = 64  # positions a cache has room for
 LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently
 
@@ -200,7 +199,7 @@ def measure_context(paths: Paths, context: int, asked: Run, roofline_tbs: float,
     num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, asked.steps))
     paths.check()
     found = path_rows(timings, cosines, failures, steps=asked.steps, batch=batch, num_bytes=num_bytes)
-    return [row | {"of_roofline": None if row["tbs"] is None else row["tbs"] / roofline_tbs} for row in found]
+    return [row | {"of_roofline": over(row["tbs"], roofline_tbs)} for row in found]
 
 
 def room(context: int, steps: int) -> int:
@@ -266,7 +265,6 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
 @dataclass(frozen=True, kw_only=True)
 class Run(Suite):
     COLUMNS = COLUMNS
-    AXES = ("context", "tokens_per_s")
 
     model: str = option("qwen3_30b_a3b", of=VOCABULARY)
     layers: int = 4
@@ -296,7 +294,3 @@ class Run(Suite):
             measure = partial(measure_context, paths, context, self, facts["read_roofline_tbs"], ranks)
             yield Point(keys | {"context": context}, measure, group.workspace)
         group.close()
-
-    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        title = "{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**row)
-        return title, {row["path"]: row["tokens_per_s"]} if row.get("path") else {}

@@ -35,7 +35,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 
 from lib.moe import relative_error
 from lib.ranks import Ranks
-from lib.report import Row
+from lib.report import Row, over
 from lib.shapes import swiglu_model
 from lib.suite import Checked, Point, Suite
 
@@ -165,10 +165,7 @@ def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds
     timings = checked.time(rounds=rounds, rotate=ROTATE)
     group.workspace.check()
     row = checked.row(timings)
-    for name in ("sequential", "grouped"):
-        if name in timings and "comet" in timings:
-            row[f"x_{name}"] = timings[name].median_ms / timings["comet"].median_ms
-    return row
+    return row | {f"x_{name}": over(row.get(f"{name}_ms"), row.get("comet_ms")) for name in ("sequential", "grouped")}
 
 
 @dataclass(frozen=True, kw_only=True)

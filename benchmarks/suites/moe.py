@@ -4,8 +4,8 @@
         --routing uniform,zipf,hot
     torchrun --nproc-per-node 2 benchmarks/bench.py moe --device cpu --models tiny --tokens 64 --ep 2
 
-A variant or point that fails is recorded as such and the run goes on. ``bench_moe.csv`` has each row as soon as it is
-measured; that of an earlier run becomes ``bench_moe.1.csv``, and so on.
+A variant or point that fails is recorded as such and the run goes on. ``bench_moe.json`` has each row as soon as it is
+measured; that of an earlier run becomes ``bench_moe.1.json``, and so on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from baselines.layer import (
 )
 from lib.moe import BASELINES, FP8_VARIANTS, ROTATE, Inputs, Layer, LayerSuite, make_inputs, relative_error
 from lib.ranks import Ranks, release
-from lib.report import Row, geometric_mean
+from lib.report import Row, geometric_mean, over
 from lib.shapes import ROUTINGS, model
 from lib.suite import Checked, Point, option
 
@@ -114,22 +114,23 @@ def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link
     """
     layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
     gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
-    link_ms = link_num_bytes / (link_roofline * 1e6) if link_roofline else None
+    link_ms = over(link_num_bytes / 1e6, link_roofline)
     best = min((times_ms[name] for name in BASELINES if name in times_ms), default=None)
-    plain, comm = times_ms.get("plain"), times_ms.get("comm_comet")
-    network, in_node = times_ms.get("network"), times_ms.get("in_node")
     return {
         "link_ms": link_ms,
-        "tflops": None if layer is None else flops / (layer * 1e9),
-        "link_gbs": None if layer is None else link_num_bytes / (layer * 1e6),
-        "efficiency": None if layer is None or gemm is None else max(gemm, link_ms or 0.0) / layer,
-        "hidden": None if layer is None or gemm is None or comm is None else 1 - (layer - gemm) / comm,
-        "network_hidden": None
-        if layer is None or network is None or in_node is None
-        else 1 - (layer - in_node) / network,
-        "x_plain": None if layer is None or plain is None else plain / layer,
-        "x_best": None if layer is None or best is None else best / layer,
+        "tflops": over(flops / 1e9, layer),
+        "link_gbs": over(link_num_bytes / 1e6, layer),
+        "efficiency": over(gemm and max(gemm, link_ms or 0.0), layer),
+        "hidden": hidden(layer, gemm, times_ms.get("comm_comet")),
+        "network_hidden": hidden(layer, times_ms.get("in_node"), times_ms.get("network")),
+        "x_plain": over(times_ms.get("plain"), layer),
+        "x_best": over(best, layer),
     }
+
+
+def hidden(whole: float | None, rest: float | None, part: float | None) -> float | None:
+    """The share of a part's own time that the whole does not take beyond the rest."""
+    return None if whole is None or rest is None or part is None else 1 - (whole - rest) / part
 
 
 class GraphedExperts:
@@ -330,7 +331,3 @@ class Run(LayerSuite):
 
     def summary(self, rows: Sequence[Row]) -> Row:
         return {"geometric_mean": {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}}
-
-    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        names = (*FP8_VARIANTS, *VARIANTS)
-        return f"{row['model']} {row['routing']}", {name: row.get(f"{name}_ms") for name in names}

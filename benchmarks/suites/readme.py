@@ -12,6 +12,7 @@ machine without git.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import Counter
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from comet.config import require
+from comet.utils.shared_file import write_whole
 
 from lib.moe import BASELINES
-from lib.report import Row, write_csv
+from lib.report import Row
 from lib.suite import CommandLine, option
 from lib.timing import NO_COMMIT
 
@@ -51,7 +53,11 @@ class Run(CommandLine):
     def main(cls, command_line: Sequence[str]) -> None:
         options = cls.parse(command_line)
         if options.collect:
-            write_csv(CURRENT, collect([Path(folder) for folder in options.collect], options.commit), COLUMNS)
+            text = io.StringIO()
+            writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(collect([Path(folder) for folder in options.collect], options.commit))
+            write_whole(CURRENT, text.getvalue())
         readme = ROOT / "README.md"
         readme.write_text(with_tables(readme.read_text(), read_current()))
 

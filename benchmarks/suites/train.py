@@ -19,13 +19,12 @@ explains, is not timed and stands under ``failures``; so does a point that fails
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,17 +43,14 @@ from comet.training.step import StepMetrics, TrainStep
 
 from lib.gpt import draws_on, model_config
 from lib.ranks import Ranks, attempt
-from lib.report import Row, geometric_mean
+from lib.report import Row, geometric_mean, over
 from lib.shapes import model
+from lib.steps import CHECKED_STEPS, LEARNING_RATE, ROTATE, FirstSteps, check_variants, row_norms
 from lib.suite import Checked, Point, Suite, option
 
 VARIANTS = ("comet", "comet_graph", "plain", "rest")
-CHECKED_STEPS = 3  # graphs are captured in the second and replayed from then on
-LEARNING_RATE = 1e-4
 SCHEDULE_STEPS = 1000  # far more than the batches that are rotated: the learning rate stays where it starts
 TEXT_BYTES = 2**20
-# Losses of the steps, and of each parameter the norms of the rows of its mean gradient, as the optimizer has it.
-FirstSteps = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class SwitchedModel:
@@ -139,64 +135,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             setattr(child, name, nn.Parameter(parameter.to(dtype)))
 
 
-def row_norms(gradient: Tensor) -> Tensor:
-    """``(N,)`` float32 of ``(N, ...)``, an expert's weights being a row; ``[[3, 4], [0, 1]]`` gives ``[5, 1]``."""
-    return torch.linalg.vector_norm(gradient.reshape(gradient.shape[0], -1), dim=1, dtype=torch.float32)
-
-
-ROTATE = 4  # batches
-# Largest deviations from the plain path that rounding can explain (bf16 on CPUs: 1e-4, and 0.06 where tokens whose
-# scores nearly tie go to other experts; a slot left out makes 1e-3 and 0.3).
-TOLERANCE = {
-    "loss": {torch.bfloat16: 1e-3, torch.float32: 1e-4},
-    "gradient": {torch.bfloat16: 0.15, torch.float32: 1e-2},
-}
 FIGURES = ("tokens_s", "plain_tokens_s", "x_plain", "rest_share", "loss_error", "gradient_error")
 COLUMNS = ("model", "tokens", "layers", "ep", "tp", *(f"{name}_ms" for name in VARIANTS), *FIGURES)
-
-
-class Steps(Protocol):
-    """Training steps of one model by variants."""
-
-    dtype: torch.dtype
-
-    def first_steps(self, variant: str) -> FirstSteps: ...
-
-    def step(self, variant: str, index: int) -> object: ...
-
-
-def check_variants(model: Steps, names: Sequence[str], checked: Checked, reference: str = "plain") -> Row:
-    """Let the variants that run and agree with the reference be timed; the worst errors (collective)."""
-    errors: Row = {}
-    wanted: FirstSteps | None = None
-
-    def judge(name: str, found: FirstSteps) -> str:
-        nonlocal wanted
-        wanted = found if name == reference else wanted
-        if name in (reference, "rest") or wanted is None:
-            return ""
-        of = {part: checked.ranks.worst(error) for part, error in deviations(found, wanted).items()}
-        for part, error in of.items():
-            if error > TOLERANCE[part][model.dtype]:
-                return f"{part} differs from that of {reference} by {error:.3g} of it"
-        errors.update({f"{part}_error": max(error, errors.get(f"{part}_error", 0.0)) for part, error in of.items()})
-        return ""
-
-    for name in sorted(names, key=lambda name: name != reference):
-        if checked.value(name, partial(model.first_steps, name), partial(judge, name)) is not None:
-            checked.variants[name] = partial(model.step, name)
-    return errors
-
-
-def deviations(found: FirstSteps, wanted: FirstSteps) -> dict[str, float]:
-    """Largest relative deviations: of a loss, and of the norms of a gradient's rows, taken together.
-
-    Example: losses ``[4, 2]`` and norms ``[3, 4]`` where ``[4, 4]`` and ``[3, 5]`` are wanted: 0.5 and 1 / 34 ** 0.5.
-    """
-    pairs = zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True)
-    errors = [((one - other).norm() / other.norm().clamp(min=1e-30)).item() for one, other in pairs]
-    finite = [error if math.isfinite(error) else math.inf for error in errors]
-    return {"loss": max(finite[: len(found[0])]), "gradient": max(finite[len(found[0]) :], default=0.0)}
 
 
 def measure_point(asked: Run, config: ModelConfig, group: ExpertGroup, num_tokens: int, ranks: Ranks) -> Row:
@@ -218,12 +158,12 @@ def figures(times_ms: Mapping[str, float], num_tokens: int) -> Row:
     125,000, Comet is 2 x as fast, and 0.75 of its step is not the experts.
     """
     comet = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
-    plain, rest = times_ms.get("plain"), times_ms.get("rest")
+    plain = times_ms.get("plain")
     return {
-        "tokens_s": None if comet is None else num_tokens / comet * 1e3,
-        "plain_tokens_s": None if plain is None else num_tokens / plain * 1e3,
-        "x_plain": None if comet is None or plain is None else plain / comet,
-        "rest_share": None if comet is None or rest is None else rest / comet,
+        "tokens_s": over(num_tokens * 1e3, comet),
+        "plain_tokens_s": over(num_tokens * 1e3, plain),
+        "x_plain": over(plain, comet),
+        "rest_share": over(times_ms.get("rest"), comet),
     }
 
 

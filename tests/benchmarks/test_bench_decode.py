@@ -1,6 +1,5 @@
 """The decode benchmark: its steps, arithmetic and rivals, what it refuses to time, ranks, and whole runs on CPUs."""
 
-import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -100,14 +99,9 @@ def test_report_survives_what_failed(
     kept = json.loads(line)
     assert kept == json.loads((tmp_path / "bench_decode.json").read_text())
     assert (kept["facts"]["device"], len(kept["rows"])) == ("cpu", 3)
-    with (tmp_path / "bench_decode.csv").open() as file:
-        read = list(csv.DictReader(file))
-    assert [row["fused_us"] for row in read] == ["", "", "20.0"]  # a column only the last row has
-    assert (read[0]["no_graph"], read[1]["failures"]) == ("torch: slow", "point: RuntimeError: out of memory, really")
     assert len({len(line) for line in lines[:4]}) == 1  # aligned
     assert lines[4] == "no_graph: torch: slow (at tiny bf16 1)"
     assert lines[5].endswith("out of memory, really (at tiny bf16 2; tiny bf16 4)")
-    assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_transformers_one_line_says_so(
@@ -122,8 +116,7 @@ def test_without_transformers_one_line_says_so(
     report = json.loads(output.out.splitlines()[-1])
     assert report["facts"]["transformers"] is None
     assert list(report["rows"][0]["times_us"]) == ["comet"]
-    header = (tmp_path / "bench_decode.csv").read_text().splitlines()[0]
-    assert "transformers_" not in header
+    assert not any(name.startswith("transformers_") and value is not None for name, value in report["rows"][0].items())
 
 
 # ---- what is timed, and what is not ----------------------------------------------------------------------------------
@@ -177,9 +170,6 @@ def test_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert all(error < 1e-5 and cosine > 0.999996 for error, cosine in row["accuracy"].values())
         assert (row["x_transformers"] is None) == (not theirs or row["tokens"] == 65)
         assert (row["best_us"] is None) == (row["of_roofline"] is None) == (row["tokens"] == 65)
-    with (tmp_path / "bench_decode.csv").open() as file:
-        assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["3", "65"]
-    assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
     assert output.err.count(": done in ") == 8
 
 

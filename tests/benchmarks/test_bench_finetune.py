@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from bench_cases import ALONE
 
+from lib.steps import check_variants
 from lib.suite import Checked
 from suites.finetune import COMET, STOCK, FineTuning, Run
-from suites.train import check_variants
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 pytest.importorskip("peft", reason="needs pip install peft")

@@ -1,6 +1,5 @@
 """The generation benchmark: one model in two libraries, every path's tokens, the arithmetic, and a run on a CPU."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -131,9 +130,6 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert row["tbs"] == pytest.approx(row["mbytes"] / row["ms"] / 1e3)
         assert row["of_roofline"] == pytest.approx(row["tbs"] / run["facts"]["read_roofline_tbs"])
         assert row["path"] == "hf_generate" or row["cosine"] > 0.9999
-    with (tmp_path / "bench_generate.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(run["rows"])
-    assert (tmp_path / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "bench_generate.json").read_text()) == run
 
 

@@ -61,7 +61,7 @@ MISTAKES = {
     "moe": [
         (["--variants", "plain,fast"], "variants='fast' must be one of comet, "),
         (["--routing", "uniform,odd"], "routing='odd' must be one of uniform, zipf, hot"),
-        (["--tokens", "abc"], "argument --tokens: invalid whole_numbers value: 'abc'"),
+        (["--tokens", "abc"], "argument --tokens: invalid list of int value: 'abc'"),
     ],
     "decode": [
         (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, "),

@@ -20,10 +20,10 @@ from comet.layer.routed_experts import SymmetricPath
 from comet.layout import RoutedTokens
 from comet.reference.plain import plain_experts
 
-import suites.train
 from lib.report import table_of
+from lib.steps import CHECKED_STEPS, LEARNING_RATE, TOLERANCE, check_variants, deviations, row_norms
 from lib.suite import Checked
-from suites.train import COLUMNS, Run, SwitchedModel, check_variants, deviations, figures, model_config, row_norms
+from suites.train import COLUMNS, Run, SwitchedModel, figures, model_config
 
 WORDS = [*TINY, "--context", "32", "--ep", "2"]
 
@@ -60,12 +60,12 @@ def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
     errors = check_variants(model, ("comet", "comet_graph", "plain", "rest"), checked)
     assert (list(checked.variants), list(checked.failures)) == (["plain", "comet", "rest"], ["comet_graph"])
     assert checked.failures["comet_graph"].startswith("RuntimeError: there are no graphs: ")
-    assert 0 <= errors["loss_error"] <= suites.train.TOLERANCE["loss"][dtype]
-    assert 0 < errors["gradient_error"] <= suites.train.TOLERANCE["gradient"][dtype] / 2
+    assert 0 <= errors["loss_error"] <= TOLERANCE["loss"][dtype]
+    assert 0 < errors["gradient_error"] <= TOLERANCE["gradient"][dtype] / 2
     again = model.first_steps("comet")
     assert torch.equal(again[0], first[0])
     assert all(map(torch.equal, again[1], first[1]))
-    assert len(set(first[0].tolist())) == suites.train.CHECKED_STEPS  # other batches, other weights
+    assert len(set(first[0].tolist())) == CHECKED_STEPS  # other batches, other weights
     assert model.first_steps("rest")[0][0] != first[0][0]  # even the first loss depends on the layers
 
 
@@ -84,7 +84,7 @@ def test_a_variant_runs_its_own_path_only() -> None:
     model.start_anew()
     drawn = model.layers[1].w1.detach().clone()
     model.step("rest", 0)  # the experts' gradients are all alike: each weight decays, and is one learning rate less
-    rate = suites.train.LEARNING_RATE
+    rate = LEARNING_RATE
     torch.testing.assert_close(model.layers[1].w1, drawn * (1 - 0.1 * rate) - rate, rtol=0, atol=1e-3 * rate)
 
 
@@ -137,7 +137,7 @@ def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
 
     def meets_deadline(path: SymmetricPath, routed: RoutedTokens, *rest: Any) -> Tensor:
         calls.append(len(routed.tokens))
-        if rank == 1 and calls.count(32) == 2 * suites.train.CHECKED_STEPS + 1:
+        if rank == 1 and calls.count(32) == 2 * CHECKED_STEPS + 1:
             path.workspace.fault[:6] = torch.tensor([1, 2, 0, 17, 41, 40])
         return call(path, routed, *rest)
 

@@ -1,6 +1,5 @@
 """The skeleton of all suites: options from words, points that fail or are measured again, files and the last line."""
 
-import csv
 import json
 import re
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ class Run(Suite):
     """Squares of numbers, the second of which is measured twice."""
 
     COLUMNS = ("number", "square")
-    AXES = ("number", "square")
 
     numbers: tuple[int, ...] = option((2, 3), "to be squared", least=-1)
     kind: str = option("exact", of=("exact", "rough"))
@@ -39,9 +37,6 @@ class Run(Suite):
 
     def summary(self, rows: list[Row]) -> Row:
         return {"geometric_mean": {"square": sum(row.get("square", 0.0) for row in rows)}}
-
-    def lines(self, row: Row) -> tuple[str, dict[str, float | None]]:
-        return "squares", {"square": row.get("square")}
 
 
 def test_words_become_fields_by_their_types() -> None:
@@ -75,9 +70,6 @@ def test_a_point_that_fails_is_a_row_and_one_measured_again_replaces_its_rows(
     assert [row.split() for row in table[:2]] == [["number", "square"], ["2", "4"]]
     assert table[6].split() == ["geometric", "mean", "21"]
     assert table[7:] == [f"failures: point: {rows[1][2]} (at 0)", "failures: point: no room (at 7)"]
-    with (tmp_path / f"{stem}.csv").open() as file:
-        assert [row["failures"] for row in csv.DictReader(file)][1] == f"point: {rows[1][2]}"
-    assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"^7: done in \S+ s; point: no room$", output.err, re.MULTILINE)
 
 
