@@ -24,6 +24,7 @@ from comet.schedule.placement import imbalance, place, rank_loads, redundant_exp
 from comet.training.checkpoint import alone_on_purpose, read_tensors
 from comet.training.checkpoint_files import Reader, Writer
 from comet.training.checkpoint_folder import (
+    METADATA,
     Checkpoint,
     choose_checkpoint,
     complete,
@@ -31,7 +32,6 @@ from comet.training.checkpoint_folder import (
     open_partial,
 )
 from comet.training.report import History
-from comet.training.saved_settings import SETTINGS_FILE
 
 # In blocks with experts, the first axis of these tensors is the experts. The group is the number of the block.
 BY_EXPERT = re.compile(r"\w+\.blocks\.(\d+)\.ffn\.(?:w1|w2|b1|b2|router\.weight|router\.selection_bias)(?:\.\w+)?")
@@ -109,7 +109,9 @@ def write_placed(found: Placement, folder: Path) -> Path:
         if (match := BY_EXPERT.fullmatch(name)) and (order := orders.get(int(match[1]))):
             tensors[name] = tensor[order]
     part = open_partial(folder, checkpoint.step)
-    shutil.copyfile(checkpoint.path / SETTINGS_FILE, part / SETTINGS_FILE)
+    for name in checkpoint.files:
+        if name != METADATA and not name.endswith(".distcp"):  # settings, and the tokenizer of a run that has one
+            shutil.copyfile(checkpoint.path / name, part / name)
     kept = {name: getattr(checkpoint, name) for name in ("step", "layout", "model", "text", "layers")}
     with alone_on_purpose():
         dcp.save(tensors, storage_writer=Writer(part, partial(complete, part, kept)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_cases import make_tokenizer
 from training_cases import Rank, losses, make_text
 
 from comet.launch.config import compose, make_job
@@ -15,24 +16,17 @@ from comet.training.trainer import train
 TINY = ["model=tiny", "model.hidden_size=32", "model.moe.hidden_size=32", "model.moe.ffn_size=32", "model.context=32"]
 SIZES = ["model.num_layers=3", "model.dense_layers=1", "train.eval_batches=1", "train.sample_bytes=0"]
 BALANCE = ["model.moe.balance=bias", "model.moe.num_groups=2", "model.moe.top_groups=1", "model.moe.score=sigmoid"]
-RUN = [
-    *TINY,
-    *SIZES,
-    "train.lr=0.01",
-    "train.seed=3",
-    "train.batch_size=4",
-    "train.steps=8",
-    "train.checkpoint_every=4",
-]
+RUN = [*TINY, *SIZES, "train.lr=0.01", "train.seed=3", "train.batch_size=4", "train.steps=8"]
+TOKENS = ["data.tokenizer=TOKENIZER", "model.vocab_size=320"]
 
 
-@pytest.fixture(scope="module", params=[[], BALANCE], ids=["softmax", "groups and a bias"])
+@pytest.fixture(scope="module", params=[TOKENS, BALANCE], ids=["tokens", "groups and a bias"])
 def run(request, tmp_path_factory) -> Path:
     """The folder of a run of 8 steps."""
     folder = tmp_path_factory.mktemp("run")
-    words = [*RUN, *request.param, f"data.path={make_text(folder)}", f"output_dir={folder}/out", "nproc=1"]
-    words.append("train.checkpoint_every=4")
-    train(make_job(compose(words), 1), Rank())
+    chosen = [word.replace("TOKENIZER", str(make_tokenizer(folder / "tokenizer"))) for word in request.param]
+    words = [*RUN, *chosen, f"data.path={make_text(folder)}", f"output_dir={folder}/out", "nproc=1"]
+    train(make_job(compose([*words, "train.checkpoint_every=4"]), 1), Rank())
     return folder / "out"
 
 
@@ -45,6 +39,10 @@ def test_a_placed_checkpoint_goes_on_as_the_run_does(run, tmp_path, monkeypatch,
     assert main([f"{run}/step-000004", "--ep", "4", "--output-dir", "placed"]) == 0
     record = last_line(capfd)
     assert record["checkpoint"] == "placed/step-000004"
+    found, wanted = (
+        {file.name for file in Path(path).iterdir()} for path in (record["checkpoint"], run / "step-000004")
+    )
+    assert found == wanted, "settings and a tokenizer go along"
     for source, output in ((f"{run}/step-000004", "unplaced"), (record["checkpoint"], "more")):
         train(make_job(compose([f"resume={source}", f"output_dir={output}"]), 1), Rank())
     wanted = losses(tmp_path / "unplaced")
