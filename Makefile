@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -P -m pytest $(SPREAD)
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all vllm torchtitan docs lint ruff mypy compile count clean
+.PHONY: help setup train test test-slow test-all vllm torchtitan megatron docs lint ruff mypy compile count clean
 
 help: ## show this list
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,8 @@ test-all: $(READY) ## all tests this machine can run
 vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its adapters (0.8 GB; needs no GPU)
 
 torchtitan: build/torchtitan/ready ## install torchtitan into build/torchtitan, for tests (0.25 GB; needs no GPU)
+
+megatron: build/megatron/ready ## install Megatron-core 0.19 into build/megatron, for tests beside 0.16 (10 MB; needs no GPU)
 
 docs: $(READY) ## build the pages into build/docs/html; open index.html there
 	$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[docs]'
@@ -76,11 +78,13 @@ clean: ## remove .venv, builds and caches; results in outputs/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Apart from .venv and without their dependencies: vLLM pins a torch of its own, torchtitan older packages than
-# transformers, and the tests need few of them.
+# transformers, and the tests need few of them. Megatron-core 0.19 asks for Python 3.12, and its files run on 3.11 as well.
 build/%/ready: tests/%.txt $(READY)
 	rm -rf build/$*
-	$(PIP) install --quiet --no-deps --no-compile --target build/$* -r tests/$*.txt
+	$(PIP) install --quiet --no-deps --no-compile $(FOR) --target build/$* -r tests/$*.txt
 	touch $@
+
+build/megatron/ready: FOR := --python-version 3.12 --only-binary=:all: --ignore-requires-python
 
 # torch already on the machine is used as it is: .venv then looks where $(PYTHON) does, after its own folders (which works
 # for a $(PYTHON) inside a virtual environment too). Without a network the installation counts if everything imports.

@@ -39,7 +39,8 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "with Megatron's layers": {
         "experts train in the type of the tokens": "fp8 fp4 quant_recipe use_kitchen",
         "kernels and their blocks follow the number of tokens": "batch_invariant_mode",
-        "Comet's kernels multiply, and its checkpoints are those of SequentialMLP": "moe_use_legacy_grouped_gemm",
+        "Comet's kernels multiply, and its checkpoints are those of SequentialMLP": "moe_use_legacy_grouped_gemm "
+        "moe_single_grouped_weight moe_single_grouped_bias",
         "tokens travel in the model's hidden size": "moe_latent_size",
         "routing weights go on outputs": "moe_apply_probs_on_input",
         "the shared expert runs before the routed ones": "moe_shared_expert_overlap",
@@ -56,6 +57,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "experts are stored as one tensor per layer": "singleton_local_shards",
         "gate and up are split": "flattened_range",
     },
+    "with biases of Megatron's experts": {"it would take them, which have two dimensions, for matrices": "use_mup"},
     "without activation_func=quick_gelu": {
         "only experts of a clamped SwiGLU have them": "activation_func_clamp_value glu_linear_offset"
     },

@@ -120,8 +120,8 @@ def make_layers(moe: MoEConfig, group: ExpertGroup) -> dict[str, nn.Module]:
     into: Any = layers["grouped"]
     with torch.no_grad():
         into.router.weight.copy_(state["router.weight"])
-        into.experts.weight1.view(-1).copy_(state["experts.w1"].transpose(1, 2).flatten())
-        into.experts.weight2.view(-1).copy_(state["experts.w2"].transpose(1, 2).flatten())
+        into.experts.weight1.view(-1).copy_(state["experts.linear_fc1.weight"].transpose(1, 2).flatten())
+        into.experts.weight2.view(-1).copy_(state["experts.linear_fc2.weight"].transpose(1, 2).flatten())
     return layers
 
 

@@ -81,7 +81,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         params_dtype=DTYPE,
         pipeline_dtype=DTYPE,
         use_cpu_initialization=not ON_GPUS,
-        gradient_accumulation_fusion=False,  # needs a kernel of Apex
+        masked_softmax_fusion=False,  # this and the next need kernels of Apex
+        gradient_accumulation_fusion=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
     )

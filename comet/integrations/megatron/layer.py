@@ -32,9 +32,10 @@ from comet.layout import Biases, RoutedTokens
 from comet.limits import check_values, equal_to, one_of
 from comet.utils.autocast import in_dtype
 
+NEEDS = "comet.integrations.megatron needs Megatron-core 0.16 to 0.19: pip install 'comet-moe[megatron]'"
 MEGATRON = "with Megatron's layers"
 LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")
-FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2", "linear_fc1.bias": "b1", "linear_fc2.bias": "b2"}
+STORED = ("linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias", "linear_fc2.bias")
 
 
 class CometMoELayer:
@@ -148,11 +149,10 @@ def with_comet(
             one: Megatron-core 0.16 does not pass it on.
     """
     try:
+        check_version(importlib.import_module("megatron.core").__version__)
         stock = importlib.import_module("megatron.core.transformer.moe.moe_layer").MoELayer
     except ImportError as error:
-        raise UnavailableError(
-            "comet.integrations.megatron needs Megatron-core 0.16.1 or later: pip install 'comet-moe[megatron]'"
-        ) from error
+        raise UnavailableError(NEEDS) from error
     choices = Choices(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance)
     settings = dict(choices=choices, process_groups=process_groups)
     layers = getattr(spec, "layer_specs", None)
@@ -163,6 +163,14 @@ def with_comet(
     if layers is None:
         return made[0]
     return replace(spec, layer_specs=[new or old for new, old in zip(made, layers, strict=True)])
+
+
+def check_version(found: str) -> None:
+    """Raise ``ValueError`` unless Comet's layer fits this version of Megatron-core."""
+    fits = re.match(r"0\.(1[6-9])\.", found)
+    require(
+        fits is not None, f"megatron.core.__version__={found} must be 0.16 to 0.19, whose layers Comet extends: {NEEDS}"
+    )
 
 
 def _layer_with_comet(layer: Any, stock: type, ours: type, settings: dict[str, Any]) -> Any:
@@ -216,6 +224,8 @@ def activation_of(config: Any) -> Activation:
 def check_config(config: Any, group: ExpertGroup) -> None:
     """Raise ``ValueError``, naming field, value and rule, for what Comet's experts would compute otherwise."""
     refuse(MEGATRON, **{name: getattr(config, name, None) for name in missing(MEGATRON)})  # or versions have no such
+    if config.add_bias_linear:
+        refuse("with biases of Megatron's experts", use_mup=getattr(config, "use_mup", None))
     activation_of(config)
     check_values(one_of("allgather", "alltoall"), moe_token_dispatcher_type=config.moe_token_dispatcher_type)
     # Megatron casts hidden states to bf16 or fp16 where these are set, whatever ``params_dtype`` is.
@@ -248,7 +258,7 @@ def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of a model with Megatron's ``SequentialMLP``, for the same model with Comet, on the same ranks.
 
     Example: ``mlp.experts.local_experts.0.linear_fc1.weight (2F, h)`` and ``...local_experts.1...`` become
-    ``mlp.experts.w1 (2, 2F, h)``; ``mlp.router.weight`` stays.
+    ``mlp.experts.linear_fc1.weight (2, 2F, h)``; ``mlp.router.weight`` stays.
     """
     made: dict[str, Any] = {}
     experts: dict[str, dict[int, Tensor]] = {}
@@ -257,8 +267,8 @@ def from_sequential(state: Mapping[str, Any]) -> dict[str, Any]:
         if found is None:
             made[key] = value
         elif not found[3].endswith("._extra_state"):
-            require(found[3] in FUSED, f"{key} must be one of {', '.join(FUSED)}: Comet's experts have no other")
-            experts.setdefault(found[1] + FUSED[found[3]], {})[int(found[2])] = value
+            require(found[3] in STORED, f"{key} must be one of {', '.join(STORED)}: Comet's experts have no other")
+            experts.setdefault(found[1] + found[3], {})[int(found[2])] = value
     for key, parts in experts.items():
         missing = sorted(set(range(max(parts) + 1)) - set(parts))
         require(not missing, f"{key} lacks the local experts {missing}")
@@ -276,10 +286,19 @@ class Choices:
     max_imbalance: float | None
 
 
-class CometExperts(nn.Module):
-    """``w1 (e, 2F/TP, h)``, gate rows first, and ``w2 (e, h, F/TP)``, computed by one of Comet's paths.
+class ExpertLinear(nn.Module):
+    """``weight (e, rows, columns)`` and ``bias (e, rows)``, whose name spares it Megatron's weight decay."""
 
-    With ``add_bias_linear`` there are ``b1 (e, 2F)`` and ``b2 (e, h)``; Megatron allows them without expert TP.
+    def __init__(self, shape: tuple[int, int, int], has_bias: bool, **made: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, **made))
+        self.bias = nn.Parameter(torch.zeros(shape[:2], **made)) if has_bias else None
+
+
+class CometExperts(nn.Module):
+    """``linear_fc1 (e, 2F/TP, h)``, gate rows first, and ``linear_fc2 (e, h, F/TP)``, computed by one of Comet's paths.
+
+    With ``add_bias_linear`` they have biases ``(e, 2F)`` and ``(e, h)``; Megatron allows them without expert TP.
 
     Every expert gets a gradient, also without tokens. Weights are drawn per global expert, with a seed from torch's CPU
     generator, which Megatron seeds alike on all ranks that hold the layer: the model does not depend on EP.
@@ -305,12 +324,8 @@ class CometExperts(nn.Module):
         self.ffn_size = moe.ffn_size
         device = torch.device("cpu") if config.use_cpu_initialization else group.device
         width, made = moe.ffn_size // self.layout.tp, dict(device=device, dtype=config.params_dtype)
-        self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, moe.hidden_size, **made))
-        self.w2 = nn.Parameter(torch.empty(num_local_experts, moe.hidden_size, width, **made))
-        self.b1 = self.b2 = None
-        if moe.expert_bias:
-            self.b1 = nn.Parameter(torch.zeros(num_local_experts, 2 * width, **made))
-            self.b2 = nn.Parameter(torch.zeros(num_local_experts, moe.hidden_size, **made))
+        self.linear_fc1 = ExpertLinear((num_local_experts, 2 * width, moe.hidden_size), moe.expert_bias, **made)
+        self.linear_fc2 = ExpertLinear((num_local_experts, moe.hidden_size, width), moe.expert_bias, **made)
         self._mark(config.tensor_model_parallel_size)
         if config.perform_initialization:
             self.reset_parameters(config.init_method, config.output_layer_init_method)
@@ -325,31 +340,34 @@ class CometExperts(nn.Module):
         alike = self.layout.ep == 1 and self.layout.tp == tensor_parallel
         for name, parameter in self.named_parameters():
             parameter.allreduce = alike  # type: ignore[attr-defined]
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=2 if name == "w2" else 1, stride=1)
+            dim = 2 if name == "linear_fc2.weight" else 1
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
     @torch.no_grad()
     def reset_parameters(self, init_w1: Callable[[Tensor], Any], init_w2: Callable[[Tensor], Any]) -> None:
         """Draw the matrices: of each expert ``(2F, h)`` and ``(h, F)`` as a whole, of which this slice is kept."""
-        layout, width = self.layout, self.w2.shape[2]
+        layout, fc1, fc2 = self.layout, self.linear_fc1.weight, self.linear_fc2.weight
+        width = fc2.shape[2]
         columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
         seed = int(torch.randint(2**48, ()))
-        devices = [self.w1.device] if self.w1.is_cuda else []
+        devices = [fc1.device] if fc1.is_cuda else []
         for local in range(layout.experts_local):
             with torch.random.fork_rng(devices=devices):  # later draws do not depend on these
                 torch.manual_seed(seed + layout.first_expert + local)
-                w1 = self.w1.new_empty(2, self.ffn_size, self.w1.shape[2])
-                w2 = self.w2.new_empty(self.w2.shape[1], self.ffn_size)
+                w1 = fc1.new_empty(2, self.ffn_size, fc1.shape[2])
+                w2 = fc2.new_empty(fc2.shape[1], self.ffn_size)
                 init_w1(w1.view(-1, w1.shape[2]))
                 init_w2(w2)
-            self.w1[local].copy_(w1[:, columns].flatten(0, 1))
-            self.w2[local].copy_(w2[:, columns])
+            fc1[local].copy_(w1[:, columns].flatten(0, 1))
+            fc2[local].copy_(w2[:, columns])
 
     def forward(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum ``(T, h)`` of each token's experts, by ids ``(T, K)`` int32, -1 masks, and weights ``(T,
         K)`` float32.
         """
         routed = RoutedTokens(in_dtype(tokens, self.dtype), top_k_ids, top_k_weights)
-        w1, w2, *biases = (weight.to(routed.tokens.dtype) for weight in self.parameters())
+        named = {name: weight.to(routed.tokens.dtype) for name, weight in self.named_parameters()}
+        w1, w2, *biases = (named[name] for name in STORED if name in named)
         return self.compute(routed, w1, w2, Biases(*biases) if biases else None).to(tokens.dtype)
 
     def sharded_state_dict(
@@ -373,13 +391,11 @@ class CometExperts(nn.Module):
             return [part(key, half, replica, (axis + 1, place, 2 * layout.tp)) for half, place in places]
 
         found: dict[str, Any] = {}
-        for stored, name in FUSED.items():
-            tensor, key = getattr(self, name), f"{prefix}experts.{stored}"
-            if tensor is None:
-                continue
-            if name in ("w1", "b1"):
+        for name, tensor in self.named_parameters():
+            key = f"{prefix}experts.{name}"
+            if name.startswith("linear_fc1."):
                 found[prefix + name] = ShardedTensorFactory(key, tensor, split, partial(torch.cat, dim=1), whole)
             else:
-                columns = [(axis + 2, layout.tp_rank, layout.tp)] if name == "w2" else []
+                columns = [(axis + 2, layout.tp_rank, layout.tp)] if name == "linear_fc2.weight" else []
                 found[prefix + name] = part(key, tensor, whole, *columns)
         return found

@@ -119,7 +119,7 @@ def test_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, nod
         for key, value in expected.items():
             assert_near(our_grads[key], value, f"{name}: gradient of {key}")
         if name == "an expert without tokens" and rank == world_size - 1:
-            assert not our_grads["experts.w1"][-1].any()
+            assert not our_grads["experts.linear_fc1.weight"][-1].any()
     group.close()
 
 
@@ -140,20 +140,20 @@ def test_initial_weights_do_not_depend_on_the_layout(rank: int, world_size: int)
         group = make_group(config)
         model = make_gpt(config, with_comet(stock_spec(config), group))
         for name, parameter in model.named_parameters():
-            is_expert = ".experts.w" in name
+            is_expert = ".mlp.experts." in name
             assert getattr(parameter, "allreduce", True) is not (is_expert and ep * expert_tp > 1), name
             assert not is_expert or parameter.tensor_model_parallel, name
         whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
         for name, experts in model.named_modules() if ep * expert_tp > 1 else ():
             if isinstance(experts, CometExperts):
-                names = f"{name}.w1", f"{name}.w2"
+                names = f"{name}.linear_fc1.weight", f"{name}.linear_fc2.weight"
                 parts = (whole[each] for each in names)
                 whole |= dict(zip(names, gather_weights(*parts, experts.layout, dist.group.WORLD), strict=True))
         alone = alone or whole
         for name, value in alone.items():
             assert torch.equal(whole[name], value), f"{name} in ep {ep}, tp {expert_tp}"
         group.close()
-    w1 = torch.cat([alone[f"decoder.layers.{layer}.mlp.experts.w1"] for layer in range(2)])
+    w1 = torch.cat([alone[f"decoder.layers.{layer}.mlp.experts.linear_fc1.weight"] for layer in range(2)])
     assert w1.std().item() == pytest.approx(0.3, rel=0.05)
     assert len({float(expert.sum()) for expert in w1}) == 8, "experts of all layers differ"
 
@@ -197,7 +197,7 @@ inputs = (ids, torch.arange(16).expand(3, -1), torch.ones(1, 1, 16, 16).triu(1).
 losses = [each.eval()(*inputs, labels=ids) for each in (stock, model)]
 torch.testing.assert_close(losses[1], losses[0])
 losses[1].mean().backward()
-assert all(layer.mlp.experts.w1.grad.any() for layer in model.decoder.layers)
+assert all(layer.mlp.experts.linear_fc1.weight.grad.any() for layer in model.decoder.layers)
 group.workspace.check()
 group.close()
 dist.destroy_process_group()
@@ -227,7 +227,6 @@ def test_refusals_name_field_value_and_rule(rank: int, world_size: int) -> None:
     from megatron.core.activations import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.quantization.quant_config import RecipeConfig
-    from megatron.core.transformer.enums import AttnBackend
 
     start(2)
     config = make_config()
@@ -249,10 +248,6 @@ def test_refusals_name_field_value_and_rule(rank: int, world_size: int) -> None:
         (lambda: build(activation_func=quick_gelu), "activation_func_clamp_value=None must be above 0 for activation"),
         (lambda: build(quant_recipe=RecipeConfig([], {})), "must be left out with Megatron's layers: experts train in"),
         (lambda: build(use_kitchen=True), "use_kitchen=True must be left out with Megatron's layers: experts train in"),
-        (
-            lambda: build(batch_invariant_mode=True, attention_backend=AttnBackend.flash),
-            "batch_invariant_mode=True mus",
-        ),
         (lambda: layer(torch.zeros(50, BATCH, 32)), "num_tokens=150 must be at most max_tokens=128"),
         (lambda: layer.experts(torch.zeros(1, 32).half(), *routing), "dtype=torch.float16 of tokens must be the gro"),
         (lambda: layer(tokens, intermediate_tensors=()), "intermediate_tensors=() must be left out"),

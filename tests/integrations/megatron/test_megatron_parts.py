@@ -13,7 +13,7 @@ from comet.capabilities import missing
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
-from comet.integrations.megatron.layer import MEGATRON, check_config, check_ranks, top_k_of
+from comet.integrations.megatron.layer import MEGATRON, STORED, check_config, check_ranks, check_version, top_k_of
 from comet.kernels.runtime.activation import Activation
 from comet.layer.group import ExpertGroup, make_expert_group
 
@@ -88,6 +88,7 @@ def test_what_has_to_be_off(name: str, group: ExpertGroup) -> None:
         (dict(activation_func_clamp_value=7.0), "activation_func_clamp_value=7.0 must be left out without"),
         (dict(glu_linear_offset=1.0), "glu_linear_offset=1.0 must be left out without activation_func=quick_gelu"),
         (dict(moe_token_dispatcher_type="flex"), "moe_token_dispatcher_type='flex' must be one of"),
+        (dict(add_bias_linear=True, use_mup=True), "use_mup=True must be left out with biases of Megatron's experts"),
         (dict(cuda_graph_impl="local"), "cuda_graph_impl='local' must be left out .* 'none' does not"),
         (dict(params_dtype=torch.float16), "dtype=torch.float16 of the model's tokens must be the group's"),
         (dict(fp16=True), "dtype=torch.float16 of the model's tokens must be the group's torch.float32"),
@@ -137,10 +138,10 @@ def sequential(num_experts: int, prefix: str) -> dict[str, Any]:
 def test_weights_of_sequential_experts() -> None:
     rest = {"mlp.router.weight": torch.ones(12, 2), "mlp.shared_experts.linear_fc1._extra_state": None}
     found = from_sequential({**rest, **sequential(12, "mlp.experts."), **sequential(2, "")})
-    assert found.keys() == {*rest, "mlp.experts.w1", "mlp.experts.w2", "w1", "w2"}
-    assert found["mlp.experts.w1"].shape == (12, 6, 2)
-    assert found["mlp.experts.w1"][:, 0, 0].tolist() == [10.0 + expert for expert in range(12)]
-    assert found["mlp.experts.w2"][:, 0, 0].tolist() == [20.0 + expert for expert in range(12)]
+    assert found.keys() == {*rest, *(prefix + name for prefix in ("mlp.experts.", "") for name in STORED[:2])}
+    assert found["mlp.experts.linear_fc1.weight"].shape == (12, 6, 2)
+    assert found["mlp.experts.linear_fc1.weight"][:, 0, 0].tolist() == [10.0 + expert for expert in range(12)]
+    assert found["mlp.experts.linear_fc2.weight"][:, 0, 0].tolist() == [20.0 + expert for expert in range(12)]
     assert from_sequential(found) == found
 
 
@@ -149,8 +150,14 @@ def test_experts_that_are_not_comets_or_missing() -> None:
     with pytest.raises(ValueError, match=r"local_experts.0.linear_fc3.weight must be one of linear_fc1.weight, "):
         from_sequential({**state, "experts.local_experts.0.linear_fc3.weight": torch.ones(6)})
     del state["experts.local_experts.1.linear_fc2.weight"]
-    with pytest.raises(ValueError, match=r"experts.w2 lacks the local experts \[1\]"):
+    with pytest.raises(ValueError, match=r"experts.linear_fc2.weight lacks the local experts \[1\]"):
         from_sequential(state)
+
+
+@pytest.mark.parametrize("found", ["0.15.3", "0.20.0", "1.16.0"])
+def test_other_versions_are_refused(found: str) -> None:
+    with pytest.raises(ValueError, match=rf"^megatron.core.__version__={found} must be 0.16 to 0.19, whose layers"):
+        check_version(found)
 
 
 def test_without_megatron(monkeypatch: pytest.MonkeyPatch, group: ExpertGroup) -> None:

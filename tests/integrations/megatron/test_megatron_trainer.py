@@ -6,13 +6,14 @@ Losses are those of Megatron's ``SequentialMLP``, and a checkpoint of either con
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from megatron_cases import let_optimizers_load, let_run
+from megatron_cases import let_optimizers_run, let_run
 from ranks import in_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -38,12 +39,13 @@ def assert_rounding(found: list[float], expected: list[float], what: str) -> Non
     assert found == pytest.approx(expected, rel=0, abs=2e-6), f"{what}: {found} {expected}"
 
 
-def prepare(dtype: torch.dtype, pp: int, folder: Path) -> Any:
+def prepare(dtype: torch.dtype, pp: int, has_bias: bool, folder: Path) -> Any:
     """Return a function that runs the example with ``experts`` for ``steps``, from and to checkpoints in the folder."""
     let_run()
-    let_optimizers_load()
+    let_optimizers_run()
     program = example()
-    program.DTYPE = dtype
+    program.DTYPE, configure = dtype, program.transformer_config
+    program.transformer_config = lambda args: replace(configure(args), add_bias_linear=has_bias)
 
     def run(experts: str, steps: int, source: str = "", target: str = "") -> list[float]:
         words = ["--experts", experts, "--steps", str(steps), "--pipeline-model-parallel-size", str(pp)]
@@ -57,11 +59,13 @@ def prepare(dtype: torch.dtype, pp: int, folder: Path) -> Any:
 
 @needs_megatron
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "pp", "has_bias"), [(2, 1, True), (4, 1, False), (4, 2, False)])
 @in_ranks("ranks", timeout=600)
-def test_losses_and_checkpoints(rank: int, world_size: int, ranks: int, pp: int, tmp_path: Path) -> None:
-    """EP2, EP2 over two replicas, and PP2 x EP2: four micro-batches a step, in float32."""
-    run = prepare(torch.float32, pp, tmp_path)
+def test_losses_and_checkpoints(
+    rank: int, world_size: int, ranks: int, pp: int, has_bias: bool, tmp_path: Path
+) -> None:
+    """EP2, EP2 over two replicas, and PP2 x EP2: four micro-batches a step. Weights decay, biases do not."""
+    run = prepare(torch.float32, pp, has_bias, tmp_path)
     run("megatron", 1, target="start")
     stock, ours = (run(experts, 20, "start", experts) for experts in EXPERTS)
     assert len(stock) == (0 if pp == 2 and rank < 2 else 20)
@@ -82,7 +86,7 @@ def test_checkpoints_have_the_same_tensors(rank: int, world_size: int, tmp_path:
     """Weights in bf16 and states of the optimizer in float32 keep names, shapes and bits when the other reads them."""
     from megatron.core import dist_checkpointing
 
-    run = prepare(torch.bfloat16, 1, tmp_path)
+    run = prepare(torch.bfloat16, 1, True, tmp_path)
     run("megatron", 1, target="0")
     for number, experts in enumerate(("comet", "megatron", "comet")):
         run(experts, 0, str(number), str(number + 1))

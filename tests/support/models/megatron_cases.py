@@ -70,8 +70,6 @@ def use_cpu() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    if torch.cuda.Stream is not MagicMock:  # or it is in use
-        AsGpu().__enter__()
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.current_stream = MagicMock  # type: ignore[misc,assignment]
     torch.cuda.synchronize = lambda device=None: None
@@ -84,10 +82,10 @@ def use_cpu() -> None:
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
 
 
-def let_optimizers_load() -> None:
-    """Let Megatron's optimizer load what it has saved also with torch's Adam, which has a state once it has stepped.
+def let_optimizers_run() -> None:
+    """Let this process run Megatron's optimizers without a GPU, and load what they saved without Transformer Engine.
 
-    There each parameter counts its own steps, for which a checkpoint has one number.
+    torch's Adam has a state once it has stepped, and counts steps by parameter, for which a checkpoint has one number.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -103,6 +101,7 @@ def let_optimizers_load() -> None:
         own["step"] = self.optimizer.state[own["param"]]["step"] = own["step"].clone()
         put(self, parameter, {**own, **tensors})
 
+    AsGpu().__enter__()
     DistributedOptimizer.sharded_state_dict = sharded_state_dict
     DistributedOptimizer._set_main_param_and_optimizer_states = put_states
 
@@ -435,5 +434,6 @@ def train_beside_megatron(
 
 if __name__ == "__main__":  # a script and its arguments
     let_run()
+    let_optimizers_run()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
