@@ -8,6 +8,7 @@ import torch
 import triton
 
 from ..decode.blocks import LOAD_BYTES, DecodeConfig, lane_of, select
+from ..decode.dequantize import DTYPES, STORED, dequantize_slots
 from ..decode.scales import BLOCK, MX, in_number
 from ..decode.step import Batch, ExpertWeights, Gather, ReceiveBuffer, Step, StepConstants, StepTensors, Words
 from ..decode.warp_decode import decode
@@ -156,7 +157,7 @@ def aot_cases() -> list[KernelCase]:
         for setting in (*_weights(), *_ranks(), *_caches(), *_activations())
         for case in recorded(setting.label, (), decode, setting.step, setting.config, setting.buffer)
         if setting.only in case.kernel
-    ] + _planned()
+    ] + [*_planned(), *_dequantised()]
 
 
 def _planned() -> list[KernelCase]:
@@ -171,6 +172,21 @@ def _planned() -> list[KernelCase]:
     for num_tokens, num_waves in ((5, 4), (16, 11)):
         name = f"{num_tokens} tokens, K=8, {num_waves} waves"
         cases += recorded(name, (), split_waves, meta(num_tokens, 8), host, num_waves)
+    return cases
+
+
+def _dequantised() -> list[KernelCase]:
+    """Every kind of weights in every type."""
+    cases = []
+    for (of_elements, of_scales), (shared_scale, packed) in STORED.items():
+        is_mx = shared_scale == MX.value
+        stored = "MXFP4" if packed else "MXFP8" if is_mx else "FP8"
+        elements = meta(32, 1536, 1024 if packed else 2048, dtype=of_elements)
+        scales = meta(*((32, 1536, 64) if is_mx else (32, 12, 16)), dtype=of_scales)
+        for dtype in DTYPES:
+            name = f"{stored} to {as_triton_dtype(dtype)}"
+            found = recorded(name, WIDE_ACCESS, dequantize_slots, elements, scales, meta(8), dtype)
+            cases += [replace(case, narrow_loads=int(is_mx)) for case in found]
     return cases
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gemm.group_gemm import gemm_features
 from ..layer.settings import LaunchSettings, TileShape
 from ..layer.triton.dispatch import DispatchLists, dispatch
 from ..layer.triton.dispatch_gemm import dispatch_gemm
@@ -16,6 +15,7 @@ from ..runtime.activation import SWIGLU, Activation
 from ..runtime.arguments import CombineLists, GradBuffer, Scaled, SymmBuffer, as_triton_dtype
 from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from ..runtime.recorder import Recorder
+from .gemm import gemm_features
 
 # Top-k of the five models; layer 1 unrolls over it.
 TOP_KS = (2, 4, 8)
@@ -57,22 +57,15 @@ def _layer0(
     activation: Activation = SWIGLU,
     biased: bool = False,
 ) -> KernelCase:
-    in_fp8 = dtype == E4M3
+    in_fp8, phase = dtype == E4M3, "training" if save_pre else "inference"
     case = _case(
-        dtype,
-        ["training" if save_pre else "inference", activation.name if activation != SWIGLU else "", "biases" * biased],
-        gemm_features(_output(dtype)),
-        dispatch_gemm,
-        None if in_fp8 else meta(TOKENS, WIDTH, dtype=dtype),
-        _matrix(EXPERTS, 2 * WIDTH, WIDTH, dtype=dtype),
-        _matrix(ROWS, WIDTH, dtype=dtype),
+        dtype, [phase, activation.name if activation != SWIGLU else "", "biases" * biased],
+        gemm_features(_output(dtype)), dispatch_gemm, None if in_fp8 else meta(TOKENS, WIDTH, dtype=dtype),
+        _matrix(EXPERTS, 2 * WIDTH, WIDTH, dtype=dtype), _matrix(ROWS, WIDTH, dtype=dtype),
         meta(ROWS, 2 * WIDTH, dtype=dtype) if save_pre else None,
-        _symm(events, PACKED, torch.int32) if in_fp8 else _symm(events, WIDTH, dtype),
-        SENDS,
-        meta_tiles(ROWS),
-        replace(_settings(dtype), activation=activation),
-        _bias(dtype, biased),
-    )
+        _symm(events, PACKED, torch.int32) if in_fp8 else _symm(events, WIDTH, dtype), SENDS, meta_tiles(ROWS),
+        replace(_settings(dtype), activation=activation), _bias(dtype, biased),
+    )  # fmt: skip
     narrow_loads = BIAS_LOADS if biased and not in_fp8 else 0
     return replace(case, spilled_bytes=FEW_SPILLS if in_fp8 or biased else 0, narrow_loads=narrow_loads)
 
@@ -82,21 +75,13 @@ def _layer1(
 ) -> KernelCase:
     output, weights = _output(dtype), meta(ROWS, top_k, dtype=torch.float32)
     grads = GradBuffer(weights, weights, meta(RANKS, dtype=torch.int64), weights) if backward else None
+    lists = CombineLists(meta(ROWS, top_k), None if backward else weights, meta(TOKENS, RANKS), meta(RANKS), grads)
     case = _case(
-        dtype,
-        [f"top-{top_k}", "backward" if backward else "forward", "biases" * biased],
-        gemm_features(output),
-        gemm_combine,
-        _matrix(ROWS, WIDTH, dtype=dtype),
-        _matrix(EXPERTS, WIDTH, WIDTH, dtype=dtype),
-        meta(ROWS, WIDTH, dtype=output),
-        meta(TOKENS, WIDTH, dtype=output),
-        _symm(events, WIDTH, output),
-        CombineLists(meta(ROWS, top_k), None if backward else weights, meta(TOKENS, RANKS), meta(RANKS), grads),
-        meta_tiles(ROWS),
-        _settings(dtype),
-        _bias(dtype, biased),
-    )
+        dtype, [f"top-{top_k}", "backward" if backward else "forward", "biases" * biased], gemm_features(output),
+        gemm_combine, _matrix(ROWS, WIDTH, dtype=dtype), _matrix(EXPERTS, WIDTH, WIDTH, dtype=dtype),
+        meta(ROWS, WIDTH, dtype=output), meta(TOKENS, WIDTH, dtype=output), _symm(events, WIDTH, output), lists,
+        meta_tiles(ROWS), _settings(dtype), _bias(dtype, biased),
+    )  # fmt: skip
     return replace(case, narrow_loads=BIAS_LOADS if biased and dtype != E4M3 else 0)
 
 

@@ -5,15 +5,11 @@ a byte for 32 weights at most. An expert of Qwen3 in MXFP8, 4.7 million weights,
 bfloat16: 4.3 us at 3.35 TB/s.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.arguments import as_triton_dtype
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 from .routing import load_columns
 from .scales import BLOCK, EIGHT, MX, scale_values, widen
 
@@ -84,18 +80,3 @@ def dequantize_slots(elements: Tensor, scales: Tensor, slots: Tensor, dtype: tor
         GROUPS=ELEMENTS // group_of(shared_scale), SCALES=shared_scale, PACKED=packed,
     )  # fmt: skip
     return out
-
-
-def aot_cases() -> list[KernelCase]:
-    """Every kind of weights in every type."""
-    cases = []
-    for (of_elements, of_scales), (shared_scale, packed) in STORED.items():
-        is_mx = shared_scale == MX.value
-        stored = "MXFP4" if packed else "MXFP8" if is_mx else "FP8"
-        elements = meta(32, 1536, 1024 if packed else 2048, dtype=of_elements)
-        scales = meta(*((32, 1536, 64) if is_mx else (32, 12, 16)), dtype=of_scales)
-        for dtype in DTYPES:
-            name = f"{stored} to {as_triton_dtype(dtype)}"
-            found = recorded(name, WIDE_ACCESS, dequantize_slots, elements, scales, meta(8), dtype)
-            cases += [replace(case, narrow_loads=int(is_mx)) for case in found]
-    return cases

@@ -6,14 +6,12 @@ so that layer-1 outputs are never kept.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..runtime.activation import GELU_CUBIC, GELU_SCALE, SWIGLU, Activation
-from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
+from ..runtime.arguments import TileTable, power_of_2, require_multiples_of_16, require_shapes
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
@@ -179,17 +177,3 @@ def activation_backward(
         BackwardResults(grad_pre, weighted_hidden, grad_weights), ffn, row_weights.shape[1],
         BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
-
-
-def aot_cases() -> list[KernelCase]:
-    """The backward pass in bf16, as users run it, of each activation; and in float32."""
-    others = [(torch.bfloat16, Activation(name)) for name in ("geglu", "reglu", "clamped_swiglu")]
-    cases, weights = [], meta(4096, 4, dtype=torch.float32)
-    for dtype, activation in [(torch.bfloat16, SWIGLU), (torch.float32, SWIGLU), *others]:
-        pre, hidden = meta(4096, 4096, dtype=dtype), meta(4096, 2048, dtype=dtype)
-        name = f"{as_triton_dtype(dtype)} backward" + ("" if activation == SWIGLU else f" {activation.name}")
-        cases += recorded(
-            name, WIDE_ACCESS, activation_backward, pre, hidden, meta(4096), weights, meta_tiles(4096), pre, hidden,
-            weights, activation,
-        )  # fmt: skip
-    return cases

@@ -4,13 +4,11 @@ A bias's gradient sums rows of an expert in one order, in float32, a block for s
 are bitwise reproducible. What bounds both: reading the rows once.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import TileTable, power_of_2
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
@@ -110,17 +108,3 @@ def add_bias_products(rows: Tensor, bias: Tensor, slots: Tensor, table: TileTabl
         rows, bias, table.row_ids, slots, table.tiles, table.num_tiles, grad_weights, width, grad_weights.shape[1],
         BLOCK_M=table.block_rows, ROWS=PIECE, COLS=min(WIDE, power_of_2(width)), num_warps=4,
     )  # fmt: skip
-
-
-def aot_cases() -> list[KernelCase]:
-    """Both biases' gradients, and the routing weights', in bf16."""
-    rows, bias = meta(4096, 2048, dtype=torch.bfloat16), meta(8, 2048, dtype=torch.bfloat16)
-    segments, slots, weights = (meta(9), meta(8)), meta(4096), meta(4096, 4, dtype=torch.float32)
-    routing = meta(4096), slots, weights
-    return [
-        *recorded("bf16 b1", WIDE_ACCESS[:1], bias_gradient, rows, bias, segments, None),
-        *recorded("bf16 b2", WIDE_ACCESS[:1], bias_gradient, rows, bias, segments, routing),
-        *recorded(
-            "bf16 routing weights", WIDE_ACCESS[:1], add_bias_products, rows, bias, slots, meta_tiles(4096), weights
-        ),
-    ]

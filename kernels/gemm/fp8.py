@@ -4,13 +4,9 @@ A weight has a scale per block of 128 x 128, an activation one per row and 128 c
 bytes of elements, then D / 128 scales.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ..runtime.arguments import as_triton_dtype
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 
 SCALE_GROUP = 128  # columns that share a scale, and rows of a weight's block
 PACKED_GROUPS = 32  # groups of 128 columns of one block
@@ -87,13 +83,3 @@ def pack_rows(x: Tensor, words: Tensor) -> None:
             x, words, num_groups, words.shape[1], D=hidden_size, GROUPS=PACKED_GROUPS,
             INTERPRET=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
-
-
-def aot_cases() -> list[KernelCase]:
-    """Rows of every type."""
-    cases = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        cases += recorded(
-            as_triton_dtype(dtype), WIDE_ACCESS, pack_rows, meta(1001, 7168, dtype=dtype), meta(1001, 1856)
-        )
-    return cases

@@ -6,13 +6,11 @@ up to twice as long, and this copy, at the rate of memory, a tenth of that (benc
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..runtime.arguments import TileTable, power_of_2, require_multiples_of_16, require_shapes
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .group_gemm import num_blocks
 from .tiles import rows_of_piece
 
@@ -80,16 +78,3 @@ def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, ow
         width,
         BLOCK_M=table.block_rows, ROWS=ROWS, COLS=cols, HAS_OWN=own is not None,
     )  # fmt: skip
-
-
-def aot_cases() -> list[KernelCase]:
-    """16 and 32 bits, and with own rows apart, which are for 16."""
-    cases = []
-    for name, dtype, own in (
-        ("bf16", torch.bfloat16, None),
-        ("bf16, own rows apart", torch.bfloat16, OwnRows(rows=meta(512, 2048, dtype=torch.bfloat16), first=512)),
-        ("fp32", torch.float32, None),
-    ):
-        rows, out = meta(4096, 2048, dtype=dtype), meta(4096, 2048, dtype=dtype)
-        cases += recorded(name, WIDE_ACCESS, gather_rows, rows, out, meta(4096), meta_tiles(4096), own)
-    return cases

@@ -19,13 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..runtime.arguments import (
     TileTable,
-    as_triton_dtype,
     num_sms,
     power_of_2,
     require_multiples_of_16,
     require_shapes,
 )
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, meta_tiles, recorded
 from .tiles import GROUP_TILES, decode_tokens
 
 Layout = Literal["nk", "kn"]
@@ -190,25 +188,3 @@ def num_blocks(device: torch.device, max_items: int, *, per_processor: int = 1) 
     """Persistent blocks: so many per SM, but no more than there can be work items and at least one."""
     blocks = INTERPRETED_BLOCKS if triton.knobs.runtime.interpret else per_processor * num_sms(device)
     return max(1, min(blocks, max_items))
-
-
-def aot_cases() -> list[KernelCase]:
-    """Gathered and ungathered rows, the backward pass's layout, even and ragged K; float32 as the oracle runs it."""
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    cases = []
-    for dtype, gather, layout, depth in (
-        (bf16, True, "nk", 4096), (bf16, False, "nk", 4096), (bf16, False, "kn", 4096), (bf16, True, "nk", 4112),
-        (fp16, True, "nk", 4096), (fp16, False, "kn", 4096), (fp32, True, "nk", 4096), (fp32, False, "kn", 4096),
-    ):  # fmt: skip
-        words = [as_triton_dtype(dtype), layout, "gathered" if gather else "in place"]
-        words += ["ragged K" if depth % 64 else "even K"]
-        a, out = meta(4096, depth, dtype=dtype), meta(4096, 2048, dtype=dtype)
-        b = meta(8, *((2048, depth) if layout == "nk" else (depth, 2048)), dtype=dtype)
-        named = dict(gather=gather, layout=layout, config=GemmConfig.select(dtype))
-        cases += recorded(" ".join(words), gemm_features(dtype), group_gemm, a, b, out, meta_tiles(4096), **named)
-    return cases
-
-
-def gemm_features(dtype: torch.dtype) -> frozenset[str]:
-    """The machine code that a GEMM of a type must have; IEEE float32 has no tensor-core instruction."""
-    return frozenset({*WIDE_ACCESS} | ({"wgmma"} if dtype != torch.float32 else set()))

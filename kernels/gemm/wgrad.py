@@ -6,15 +6,13 @@ zeros, at no cost in the loop. Every output element is summed by one block in th
 bitwise reproducible.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
-from ..runtime.arguments import as_triton_dtype, power_of_2, require_multiples_of_16, require_shapes
-from ..runtime.case import KernelCase, meta, recorded
-from .group_gemm import GemmConfig, dot_precision, gemm_features, num_blocks
+from ..runtime.arguments import power_of_2, require_multiples_of_16, require_shapes
+from .group_gemm import GemmConfig, dot_precision, num_blocks
 from .tiles import GROUP_TILES, decode_tokens
 
 
@@ -78,13 +76,3 @@ def group_gemm_wgrad(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, PRECISION=dot_precision(a.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-
-
-def aot_cases() -> list[KernelCase]:
-    """16 bits, and float32 as the oracle runs it."""
-    cases = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        a, b, out = (meta(*shape, dtype=dtype) for shape in ((4096, 2048), (4096, 4096), (8, 2048, 4096)))
-        named = dict(segment_starts=meta(9), segment_counts=meta(8), config=GemmConfig.select(dtype))
-        cases += recorded(as_triton_dtype(dtype), gemm_features(dtype), group_gemm_wgrad, a, b, out, **named)
-    return cases

@@ -6,15 +6,10 @@ matrix instructions and without a float32 copy of the tokens. Weights are the M 
 bounds it: reading the tokens, once for every BLOCK_E experts.
 """
 
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ..runtime.arguments import as_triton_dtype
-from ..runtime.case import KernelCase, meta, recorded
 
 BLOCK_D = 64
 
@@ -70,16 +65,3 @@ def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
         EVEN_D=hidden_size % BLOCK_D == 0, INTERPRET=triton.knobs.runtime.interpret, num_warps=4, num_stages=4,
     )  # fmt: skip
     return logits
-
-
-def aot_cases() -> list[KernelCase]:
-    """Qwen3's and Mixtral's experts at three numbers of tokens; weights in float32 and bfloat16."""
-    cases = []
-    models = ("qwen3", 128, 2048), ("mixtral", 8, 4096), ("tiny", 16, 48)
-    for (model, num_experts, hidden_size), dtype in product(models, (torch.float32, torch.bfloat16)):
-        weight = meta(num_experts, hidden_size, dtype=dtype)
-        for num_tokens in (1, 2048, 8192):
-            name = f"{as_triton_dtype(dtype)} weight, {model}, {num_tokens} tokens"
-            tokens = meta(num_tokens, hidden_size, dtype=torch.bfloat16)
-            cases += recorded(name, ("wide_loads", "wgmma")[: 1 + num_experts // 64], router_logits, tokens, weight)
-    return cases

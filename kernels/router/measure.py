@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.case import KernelCase, meta
-from .select import MANY_TOKENS, TINY, aot_rules, at_least_tiny, exp, recorded_router, rows_per_block
+from .select import TINY, at_least_tiny, exp, rows_per_block
 
 MAX_BLOCKS = 64
 ROWS = 64  # up to so many, another block takes longer to start and to add than it saves
@@ -234,23 +233,3 @@ def measure_gradient(
             E=num_experts, OF_AUX=of_aux, OF_Z=of_z, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=num_warps,
         )  # fmt: skip
     return grad_logits, grad_scores
-
-
-def aot_cases() -> list[KernelCase]:
-    """Known numbers of experts, in training and in inference, on one block and on several."""
-    cases, losses = [], meta(2, dtype=torch.float32)
-    for num_experts, top_k in ((8, 2), (60, 4), (128, 8), (256, 8), (512, 32)):
-        for use, rule in (("training", LossRule(aux=1e-2, z=1e-3)), ("inference", LossRule(aux=0.0, z=0.0))):
-            for suffix, num_tokens in ((", few tokens", ROWS), ("", 2 * ROWS)):
-                logits, words = (
-                    meta(num_tokens, num_experts, dtype=torch.float32),
-                    f"{num_experts} experts, {use}{suffix}",
-                )
-                arguments = logits, logits, meta(num_tokens, top_k), losses[0], rule
-                cases += recorded_router(words, num_experts, measure, *arguments)
-    for name, (num_experts, _) in aot_rules().items():
-        for num_tokens in (1, 2 * MANY_TOKENS):
-            logits, words = meta(num_tokens, num_experts, dtype=torch.float32), f"{name}, {num_tokens} tokens"
-            arguments = logits, logits, logits[0], (losses[0], losses[0]), LossRule(aux=1e-2, z=1e-3)
-            cases += recorded_router(words, num_experts, measure_gradient, *arguments)
-    return cases

@@ -5,7 +5,6 @@ that equal scores go to the lowest id, as a stable sort would have it. What boun
 with many also reading the logits and writing the scores; its gradient reading rows and writing others, once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 
 TAKEN = tl.constexpr(-(2**63))
 LOWEST = tl.constexpr(0x7FFFFFFF)  # columns are kept with these bits turned over, so that the lowest is the largest
@@ -249,33 +246,3 @@ def rows_per_block(num_tokens: int, width: int) -> tuple[int, int]:
     if width > 128:  # more warps would share rows
         return (1 if num_tokens <= MANY_TOKENS else 2), 1
     return 4 * (128 // width) * (1 if num_tokens <= MANY_TOKENS else 4), 4
-
-
-def aot_rules() -> dict[str, tuple[int, SelectRule]]:
-    """Name to experts and rule: the routers of known models, groups that are padded, and the widest."""
-    return {
-        "mixtral": (8, SelectRule(top_k=2)),
-        "qwen2": (60, SelectRule(top_k=4, renormalize=False)),
-        "qwen3": (128, SelectRule(top_k=8)),
-        "deepseek_v3": (256, SelectRule(top_k=8, num_groups=8, top_groups=4, sigmoid=True, routed_scale=2.5)),
-        "groups of 15": (60, SelectRule(top_k=4, num_groups=4, top_groups=2)),
-        "top-32 of 512": (512, SelectRule(top_k=32)),
-    }
-
-
-def recorded_router(name: str, num_experts: int, launch: Callable[..., object], *arguments: Any) -> list[KernelCase]:
-    """The cases of a launch behind the logits; rows of 128 experts and more are read in wide loads."""
-    return recorded(name, WIDE_ACCESS[:1] if num_experts >= 128 else (), launch, *arguments)
-
-
-def aot_cases() -> list[KernelCase]:
-    """All rules at few and at many tokens, sigmoids with a bias, and their gradients."""
-    cases = []
-    for name, (num_experts, rule) in aot_rules().items():
-        for num_tokens in (1, 2 * MANY_TOKENS):
-            scores, weights = (meta(num_tokens, width, dtype=torch.float32) for width in (num_experts, rule.top_k))
-            bias, ids = scores[0] if rule.sigmoid else None, meta(num_tokens, rule.top_k)
-            words = f"{name}, {num_tokens} tokens"
-            cases += recorded_router(words, num_experts, select, scores, bias, rule)
-            cases += recorded_router(words, num_experts, select_gradient, scores, ids, weights, scores, rule)
-    return cases

@@ -1,7 +1,8 @@
 """Kernel configurations for the compile-ahead tool (see ``comet.kernels.aot.compile``), recorded from launches.
 
-Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with the configurations users run. A case
-comes from the function that launches the kernel, called with ``meta`` tensors, which have a shape and no memory.
+The modules of ``comet.kernels.aot``, and those of kernels in CUDA C++, define ``aot_cases()`` with the configurations
+that users run. A case comes from the function that launches the kernel, called with ``meta`` tensors, which have a
+shape and no memory.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from comet.kernels.aot.compile import (
     measure,
 )
 from comet.kernels.aot.decode import Setting
+from comet.kernels.aot.gemm import aot_cases as gemm_cases
 from comet.kernels.decode.blocks import BlockShape
 from comet.kernels.decode.warp_decode import decode
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
-from comet.kernels.gemm.group_gemm import aot_cases as gemm_cases
 from comet.kernels.gemm.wgrad_cuda import source
 from comet.kernels.runtime.case import CudaCase, KernelCase, meta, meta_tiles, recorded
 
@@ -163,9 +163,7 @@ def test_no_compiler_is_an_error(capsys):
 
 def test_shipped_cases_are_found_and_have_unique_names():
     modules = kernel_modules()
-    assert {"comet.kernels.gemm.group_gemm", "comet.kernels.gemm.wgrad", "comet.kernels.gemm.activation"} <= set(
-        modules
-    )
+    assert {"comet.kernels.aot.gemm", "comet.kernels.aot.router", "comet.kernels.gemm.wgrad_cuda"} <= set(modules)
     assert "comet.kernels.aot.compile" not in modules
     names = [(case.kernel, case.name) for module in modules for case in cases_of(module)]
     assert len(names) == len(set(names))
