@@ -31,14 +31,28 @@ def open_codec(folder: Path) -> TokenizerCodec:
     return TokenizerCodec(open_tokenizer("generate.source", folder), ends, config.vocab_size)
 
 
-def open_run_codec(checkpoint: Path, vocab_size: int) -> TokenizerCodec:
-    """The tokenizer that a run with one keeps in its checkpoints."""
+def run_tokenizer(checkpoint: Path) -> Any:
+    """The tokenizer that a run with one keeps in its checkpoints; else one whose tokens are bytes."""
     from comet.integrations.hf.families import require_transformers
     from comet.integrations.hf.settings import open_tokenizer
 
     require_transformers()
-    end = (read_settings(checkpoint) or {})["data"]["end_token"]
-    tokenizer = open_tokenizer("generate.source", checkpoint / TOKENIZER_FILE, end)
+    if (checkpoint / TOKENIZER_FILE).is_file():
+        end = (read_settings(checkpoint) or {})["data"]["end_token"]
+        return open_tokenizer("generate.source", checkpoint / TOKENIZER_FILE, end)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    made = Tokenizer(models.BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def open_run_codec(checkpoint: Path, vocab_size: int) -> TokenizerCodec:
+    """The tokenizer of a run that has one, for a model of ``vocab_size`` ids."""
+    tokenizer = run_tokenizer(checkpoint)
     return TokenizerCodec(tokenizer, frozenset({tokenizer.eos_token_id}), vocab_size)
 
 

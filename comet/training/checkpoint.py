@@ -231,6 +231,15 @@ def read_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"checkpoint {path} cannot be read: {str(cause).splitlines()[0]}") from error
 
 
+def read_whole(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint whose names begin with ``prefix``, each whole (collective)."""
+    kinds: Mapping[str, Any] = Reader(path).read_metadata().state_dict_metadata
+    own = {name: kind for name, kind in kinds.items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in own.items()}
+    read_tensors(path, tensors)
+    return tensors
+
+
 def _cause(error: CheckpointException | OSError) -> tuple[str, BaseException]:
     """Return the error that failed a save, after "rank 1: " where known; of several ranks the system's own error."""
     if isinstance(error, OSError):

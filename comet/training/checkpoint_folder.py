@@ -203,6 +203,8 @@ def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoi
         return found, skipped
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "resume must be 'auto', a checkpoint or a folder of checkpoints", resume)
+    rule = "must be a run of comet train: train this folder of transformers by its Trainer with Comet's experts"
+    require(not (root / "config.json").is_file(), f"resume={resume!r} {rule}, as docs/examples/trainer.py does")
     found, skipped = named_checkpoints("resume", resume)
     require(bool(found), f"resume={resume!r} must hold a complete checkpoint; {'; '.join(skipped) or 'it has none'}")
     return found, skipped

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed.checkpoint as dcp
 
 from comet.config import require
 from comet.schedule.placement import imbalance, place, rank_loads, redundant_experts, shared_loads
-from comet.training.checkpoint import alone_on_purpose, read_tensors
-from comet.training.checkpoint_files import Reader, Writer
+from comet.training.checkpoint import alone_on_purpose, read_whole
+from comet.training.checkpoint_files import Writer
 from comet.training.checkpoint_folder import (
     METADATA,
     Checkpoint,
@@ -102,9 +101,7 @@ def write_placed(found: Placement, folder: Path) -> Path:
     """Write the checkpoint into a new folder, its experts in the orders that were found; return its path."""
     checkpoint = found.checkpoint
     orders = dict(enumerate(found.orders, checkpoint.model["dense_layers"]))  # The key is the number of a block.
-    kinds = Reader(checkpoint.path).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
-    read_tensors(checkpoint.path, tensors)
+    tensors = read_whole(checkpoint.path)
     for name, tensor in tensors.items():
         if (match := BY_EXPERT.fullmatch(name)) and (order := orders.get(int(match[1]))):
             tensors[name] = tensor[order]

@@ -112,6 +112,12 @@ TASKS: Mapping[str, Task] = {
         },
         settings="",
     ),
+    "export": Task(
+        "write a checkpoint as a folder that transformers loads",
+        "comet.generation.export.main",
+        examples={"outputs/book outputs/book-hf": "the newest checkpoint, as a Qwen3-MoE or GLM-4-MoE"},
+        settings="",
+    ),
     "compile": Task(
         "compile every kernel ahead of time, no GPU needed",
         "comet.kernels.aot.compile.main",

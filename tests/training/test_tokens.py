@@ -13,7 +13,8 @@ from training_cases import MODEL, Rank, losses, make_job, train_on_rank
 
 datasets = pytest.importorskip("datasets", reason="needs pip install 'comet-moe[text]'")
 
-from comet.generation.hf import open_run_codec  # noqa: E402
+from comet.generation.export import export  # noqa: E402
+from comet.generation.hf import open_codec, open_run_codec  # noqa: E402
 from comet.generation.source import find_source, model_of  # noqa: E402
 from comet.jobs.config import DataConfig  # noqa: E402
 from comet.training import tokens as module  # noqa: E402
@@ -131,6 +132,9 @@ def test_ranks_train_on_tokens_and_a_stopped_run_goes_on_bit_for_bit(tokenizer, 
     codec = open_run_codec(source.path, 320)
     assert codec.end_ids == {codec.tokenizer.convert_tokens_to_ids(END)}
     assert codec.tokenizer.decode(codec.encode(DOCUMENTS[3])) == DOCUMENTS[3]
+    export(str(source.path), tmp_path / "hf")
+    exported = open_codec(tmp_path / "hf")
+    assert (exported.end_ids, exported.encode(DOCUMENTS[3])) == (codec.end_ids, codec.encode(DOCUMENTS[3]))
 
 
 def test_text_of_other_tokens_does_not_resume(tokenizer, tmp_path):
@@ -185,3 +189,10 @@ def test_without_the_packages_the_setting_is_refused(tokenizer, tmp_path, monkey
     said = refusal(capfd, "train", "--dry-run", *words)
     assert "must come with the packages datasets and transformers" in said
     assert "pip install 'comet-moe[text]'" in said
+
+
+def test_a_folder_of_transformers_is_no_run(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"resume='.*hf' must be a run of comet train: .* docs/examples/trainer\.py"):
+        train(make_job(tmp_path, resume=str(tmp_path / "hf")), Rank())
