@@ -12,7 +12,6 @@ Many rows hide it behind the GEMMs; few are for ``WarpDecodeExperts``, which con
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,9 +131,14 @@ def _tiles(starts: Tensor, counts: Tensor, most_tiles: int, block_rows: int, row
 BLOCK_ROWS = 64
 
 
-class _Grouped(KernelExperts):
-    """Both GEMMs over tiles of one expert's rows each; quantised weights are made plain before."""
+class GroupedContiguous(KernelExperts):
+    """Sorts the slots of contiguous rows by expert into GEMM tiles, on the device; quantised weights are made plain.
 
+    EP, TP and EP x TP; any dtype.
+    """
+
+    formats = frozenset({ActivationFormat.CONTIGUOUS})
+    reductions: tuple[type[TopKReduce], ...] = (ContiguousReduce, DelegateReduce, NoOpReduce)
     takes_interleaved = True
 
     def apply(self, rows: Rows, w1: Weight, w2: Weight, output: Tensor, biases: Biases | None = None) -> Tensor:
@@ -154,13 +158,13 @@ class _Grouped(KernelExperts):
             torch.index_select(outputs, 0, row_slots.clamp(min=0).flatten(), out=output.view(-1, outputs.shape[1]))
         return output
 
-    @abstractmethod
     def _lay_out(self, rows: Any, num_experts: int) -> tuple[TileTable, Tensor]:
         """Tiles of Q rows, and ``(N, K)`` int32 the one of each slot, -1 for none."""
+        return tiles_of_ids(rows.top_k_ids, num_experts, BLOCK_ROWS)
 
-    @abstractmethod
     def _row_experts(self, rows: Any, table: TileTable) -> Tensor:
-        """``(Q,)`` whose each row is."""
+        """``(Q,)`` the expert of each row."""
+        return table.tiles[:, 0].repeat_interleave(BLOCK_ROWS)
 
     def _multiply(
         self, tokens: Tensor, w1: Tensor, w2: Tensor, table: TileTable, outputs: Tensor, *added: Tensor
@@ -186,29 +190,16 @@ class _Grouped(KernelExperts):
             outputs += added[1]
 
 
-class GroupedContiguous(_Grouped):
-    """Sorts the slots of contiguous rows by expert into GEMM tiles, on the device. EP, TP and EP x TP; any dtype."""
-
-    formats = frozenset({ActivationFormat.CONTIGUOUS})
-    reductions: tuple[type[TopKReduce], ...] = (ContiguousReduce, DelegateReduce, NoOpReduce)
-
-    def _lay_out(self, rows: ContiguousRows, num_experts: int) -> tuple[TileTable, Tensor]:
-        return tiles_of_ids(rows.top_k_ids, num_experts, BLOCK_ROWS)
-
-    def _row_experts(self, rows: ContiguousRows, table: TileTable) -> Tensor:
-        return table.tiles[:, 0].repeat_interleave(BLOCK_ROWS)
-
-
-class GroupedBatched(_Grouped):
+class GroupedBatched(GroupedContiguous):
     """Multiplies each expert's batch where it lies. EP, TP and EP x TP; any dtype."""
 
     formats = frozenset({ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (BatchedReduce, DelegateReduce, NoOpReduce)
 
-    def _lay_out(self, rows: BatchedRows, num_experts: int) -> tuple[TileTable, Tensor]:
+    def _lay_out(self, rows: Any, num_experts: int) -> tuple[TileTable, Tensor]:
         return tiles_of_batches(rows.counts, rows.batch_rows, BLOCK_ROWS), rows.row_slots
 
-    def _row_experts(self, rows: BatchedRows, table: TileTable) -> Tensor:
+    def _row_experts(self, rows: Any, table: TileTable) -> Tensor:
         return torch.arange(rows.counts.numel(), device=rows.counts.device).repeat_interleave(rows.batch_rows)
 
 

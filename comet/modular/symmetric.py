@@ -9,7 +9,6 @@ hands out a light handle, ``FusedExperts.apply`` runs layer 0 and layer 1, and `
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
 
@@ -67,8 +66,12 @@ class OverBackend(PrepareFinalize):
         self.backend.check(routed.top_k_ids, routed.top_k_weights)
 
 
-class _Symmetric(OverBackend):
-    """The parts that both formats share: plan, dispatch, combine, and a reduction that may be part of the combine."""
+class SymmetricContiguous(OverBackend):
+    """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
+    per rank; masked slots; a capacity factor.
+    """
+
+    activation_format = ActivationFormat.CONTIGUOUS
 
     def prepare_no_receive(self, routed: RoutedTokens) -> Receiver:
         """Start plan and rows: on a GPU they travel on a stream of their own while the caller goes on.
@@ -103,23 +106,11 @@ class _Symmetric(OverBackend):
         plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
         return plan, self.backend.dispatch(routed.tokens.contiguous(), plan)
 
-    @abstractmethod
     def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows | BatchedRows:
-        """Received rows ``(R, D)`` in the format of the class."""
-
-
-class SymmetricContiguous(_Symmetric):
-    """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
-    per rank; masked slots; a capacity factor.
-    """
-
-    activation_format = ActivationFormat.CONTIGUOUS
-
-    def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows:
         return ContiguousRows(tokens=tokens, top_k_ids=local_experts(plan), top_k_weights=plan.row_weights)
 
 
-class SymmetricBatched(_Symmetric):
+class SymmetricBatched(SymmetricContiguous):
     """Received rows copied into one batch per local expert, with room for every row of every rank: B = W * M. Meant for
     few tokens. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor; K distinct experts per
     token.

@@ -36,7 +36,7 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
     ("words", "message"),
     [
         (["train", "overlap.comm_blocks=500"], SPLIT),
-        (["train", "data.path=nope"], "data.path must be an existing file or folder: 'nope'"),
+        (["train", "data.path=nope"], "data.path must be an existing file or folder, or a pattern of some: 'nope'"),
         (["train", "resume=nope"], "resume must be 'auto', a checkpoint or a folder of checkpoints: 'nope'"),
         (
             ["train", "resume=auto"],
