@@ -53,12 +53,12 @@ def gather(group: ProcessGroup | None, value: Any) -> list[Any]:
     return values
 
 
-def together(group: ProcessGroup, attempt: Callable[[], Made]) -> Made:
+def together(group: ProcessGroup | None, attempt: Callable[[], Made]) -> Made:
     """Return ``attempt()``, or raise the first refusal of any rank on all of them (collective)."""
     made, refused = [], None
     try:
         made.append(attempt())
-    except (ValueError, UnavailableError) as error:
+    except (ValueError, OSError, UnavailableError) as error:
         refused = error
     for rank, other in enumerate(gather(group, refused)):
         if other is not None:

@@ -72,17 +72,10 @@ def hosts_in_turn(make: Callable[[], Made]) -> Made:
     One rank of each host is first: the others find the files that it has made.
     """
     (rank, _), hosts = this_rank(), gather(this_host().boot_id)
-    is_first, made = hosts.index(hosts[rank]) == rank, list[Made]()
-    for turn in (True, False):
-        refused = None
-        try:
-            made += [make()] if turn is is_first else []
-        except (ValueError, OSError) as error:
-            refused = error
-        with handshake.patience():
-            refusals = [error for error in gather(refused) if error is not None]
-        if refusals:
-            raise refusals[0]
+    is_first = hosts.index(hosts[rank]) == rank
+    with handshake.patience():
+        made = handshake.together(dist.group.WORLD, lambda: [make()] if is_first else [])
+        made = handshake.together(dist.group.WORLD, lambda: made or [make()])
     return made[0]
 
 

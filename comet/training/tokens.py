@@ -41,6 +41,10 @@ class Vocabulary:
 def open_vocabulary(config: DataConfig, vocab_size: int) -> Vocabulary:
     """Open the tokenizer of ``data.tokenizer``, whose tokens must fit a model of ``vocab_size`` ids."""
     if config.tokenizer is None:
+        idle = config.end_token is not None or config.text_field != DataConfig().text_field
+        require(
+            not idle, "data.end_token and data.text_field must come with data.tokenizer: bytes are read as they are"
+        )
         return Vocabulary()
     given, missing = f"data.tokenizer={config.tokenizer!r}", [name for name in PACKAGES if find_spec(name) is None]
     install = "leave it out, or pip install 'comet-moe[text]'"
@@ -128,7 +132,7 @@ def read_tokens(files: Sequence[Path], encoder: Encoder, source: str) -> Tokens:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    kinds = {KINDS.get(path.suffix, "text") for path in files}
+    kinds = {KINDS.get(Path(path.name.removesuffix(".gz")).suffix, "text") for path in files}
     rule = "must hold files of one kind, which their names end in: .parquet, .jsonl, or text"
     ways = f"{', '.join(sorted(kinds))}: name those of one kind, as data.path='texts/*.jsonl'"
     require(len(kinds) == 1, f"{source} {rule}, but holds {ways}")

@@ -1,5 +1,6 @@
 """Training on text by a tokenizer: what is read, the order of sequences, resuming, generating, and what is refused."""
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -58,8 +59,10 @@ def test_text_jsonl_and_parquet_hold_the_same_documents(tokenizer, tmp_path):
     datasets.Dataset.from_list([{"content": text, "number": 1} for text in DOCUMENTS]).to_parquet(
         tmp_path / "a.parquet"
     )
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl.read_bytes()))
     found = [
         read_corpus(data_config(tokenizer, jsonl), 32, 300),
+        read_corpus(data_config(tokenizer, tmp_path / "b.jsonl.gz"), 32, 300),
         read_corpus(data_config(tokenizer, tmp_path / "*.parquet", text_field="content"), 32, 300),
         read_corpus(data_config(tokenizer / "tokenizer.json", jsonl, end_token=END), 32, 300),
         read_corpus(data_config(tokenizer, tmp_path / "folder"), 32, 300),
@@ -67,7 +70,7 @@ def test_text_jsonl_and_parquet_hold_the_same_documents(tokenizer, tmp_path):
     ]
     for corpus in found:
         assert documents_of(corpus) == sorted(DOCUMENTS)
-    assert len({corpus.digest for corpus in found[:3]}) == 1, "the order depends on that of the documents only"
+    assert len({corpus.digest for corpus in found[:4]}) == 1, "the order depends on that of the documents only"
     train, heldout = found[0].train, found[0].heldout
     assert len(heldout) == int(0.05 * (len(train) + len(heldout)))
 
@@ -177,6 +180,12 @@ def test_what_does_not_fit_is_named_with_the_rule(changes, message, tokenizer, t
              for name, value in changes.items() if name != "vocab"}  # fmt: skip
     with pytest.raises(ValueError, match=message):
         read_corpus(DataConfig(**{"tokenizer": str(tokenizer), "path": str(jsonl)} | given), 32, vocab)
+
+
+@pytest.mark.parametrize("given", [{"end_token": END}, {"text_field": "body"}])
+def test_settings_of_tokens_are_refused_for_bytes(given):
+    with pytest.raises(ValueError, match=r"data\.end_token and data\.text_field must come with data\.tokenizer"):
+        read_corpus(DataConfig(**given), 32)
 
 
 def test_without_the_packages_the_setting_is_refused(tokenizer, tmp_path, monkeypatch, capfd):
