@@ -7,6 +7,7 @@ known (``comet.training.trainer``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -93,6 +94,11 @@ MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
 TrainDtype = Literal["auto", "float32", "bfloat16"]
 MOST_S = 1_000_000
 MOST_WARMUP_STEPS = 60  # the default is never longer
+WANDB = limits.Limit(
+    lambda value, _: value and find_spec("wandb") is not None,
+    "the name of a project, with the package wandb installed",
+    advice="pip install wandb",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +162,9 @@ class TrainConfig(StepConfig):
         checkpoint_every: Steps between checkpoints, of which the newest two are kept; 0 saves at the end only.
         async_save: Whether the files of checkpoints are written in the background, from a copy in host memory.
         sample_bytes: Bytes, or tokens of a tokenizer, of the text generated at the end; 0 generates none.
+        profile: Steps in a trace of torch's profiler, which each rank writes to ``profile/`` in the output folder; in
+            a long run they come after the first window of 10 steps. 0 writes none.
+        wandb: Project of Weights & Biases that gets the scalars of TensorBoard, too.
         cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto``: if
             possible; ``on``: an error if it is not; ``off``: never. A graph is faster with few tokens; it keeps the
             memory of one forward and backward pass between steps.
@@ -176,6 +185,8 @@ class TrainConfig(StepConfig):
     checkpoint_every: limits.Natural = 200
     async_save: bool = False
     sample_bytes: limits.Natural = 80
+    profile: Annotated[int, limits.at_least(0), limits.below("steps")] = 0
+    wandb: Annotated[str, WANDB] | None = None
     cuda_graph: GraphMode = "auto"
 
     @property

@@ -1,4 +1,4 @@
-"""The history of a run in ``metrics.jsonl``, a progress bar on standard error, pictures, and the result line.
+"""The history of a run in ``metrics.jsonl`` and for trackers, a progress bar on standard error, pictures, the result.
 
 Only rank 0 shows and writes anything; on the other ranks every method does nothing.
 """
@@ -18,9 +18,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from comet.models.config import ModelConfig, dense_elements, expert_elements
 from comet.utils.progress import bar_options
 from comet.utils.shared_file import naming, write_whole
 
+PROFILE = "profile"  # folder of the profiler's traces
+TENSORBOARD = "tensorboard"  # folder of the event files
+EVENT_FILES = f"{TENSORBOARD}/events.out.tfevents.*"
 HISTORY_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 
@@ -134,6 +138,90 @@ def _figure() -> Any:
     return Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
 
 
+# Dense bfloat16 FLOP/s from the makers' data sheets, by a part of the device's name; the first that fits counts.
+PEAK_FLOPS: Mapping[str, float] = {
+    "B200": 2250e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+}  # fmt: skip
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """Floating-point operations of a training step per token, as the PaLM paper counts them.
+
+    Each weight that a token meets counts 6, and each channel of attention 12 for each position of the context. The
+    embedding, recomputed activations and dropped rows do not change the number.
+
+    Example: D=128, 4 layers of 4 heads, context 128, 2 of 8 experts of F=128, vocabulary 256: 6 * (300160 + 393216)
+    + 12 * 4 * 128 * 128 = 4946688.
+    """
+    active = dense_elements(model) + expert_elements(model) * model.moe.top_k // model.moe.num_experts
+    return 6 * active + 12 * model.num_layers * model.num_heads * model.head_width * model.context
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of all ranks and of each, and the share of the peak rate, if one is known."""
+
+    tokens_per_second: float
+    tokens_per_second_per_rank: float
+    model_flops_utilization: float | None
+
+    def scalars(self) -> dict[str, float]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        share = "" if self.model_flops_utilization is None else f", MFU {self.model_flops_utilization:.1%}"
+        return f"{self.tokens_per_second:,.0f} tokens/s ({self.tokens_per_second_per_rank:,.0f} a rank{share})"
+
+
+def speed_of(model: ModelConfig, tokens_per_second: float, ranks: int, device: str, dtype: torch.dtype) -> Speed:
+    """Return the speed of a run on devices of that name; no peak is known of a CPU, nor of products in float32.
+
+    Example: 2e6 tokens/s of the model above on two H200: 4946688e6 / 989e12 = 0.005 of the peak.
+    """
+    per_rank = tokens_per_second / ranks
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+    share = None if peak is None or dtype != torch.bfloat16 else per_rank * flops_per_token(model) / peak
+    return Speed(tokens_per_second, per_rank, share)
+
+
+class Trackers:
+    """Writes scalars to TensorBoard, if it is installed, and to a project of Weights & Biases.
+
+    Args:
+        folder: Output folder of the run.
+        first_step: Step that the run goes on from; TensorBoard drops what an earlier end recorded after it.
+        project: A project of Weights & Biases, or ``None``.
+        settings: Settings of the run, kept in the project.
+    """
+
+    def __init__(self, folder: Path, first_step: int, project: str | None, settings: Mapping[str, Any]) -> None:
+        self._board: Any = None
+        self._run: Any = None
+        with suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
+        if project is not None:
+            import wandb
+
+            self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(settings))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars of a step, by name."""
+        if self._board is not None:
+            for name, value in scalars.items():
+                self._board.add_scalar(name, value, step)
+        if self._run is not None:
+            self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Write what is not on the disk yet, and end the run in Weights & Biases."""
+        if self._board is not None:
+            self._board.close()
+        if self._run is not None:
+            self._run.finish()
+
+
 GIB = 2**30
 RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux
 
@@ -150,10 +238,11 @@ class Reporter:
         total_steps: int,
         earlier: Path | None,
         unit: str = "byte",
+        trackers: Trackers | None = None,
     ) -> None:
         self.output_dir = output_dir
         self.unit = unit
-        self.enabled = enabled
+        self.enabled, self.trackers = enabled, trackers
         if enabled:
             output_dir.mkdir(parents=True, exist_ok=True)
             (output_dir / RESULT_FILE).unlink(missing_ok=True)  # An earlier end wrote it; this run goes on.
@@ -166,14 +255,16 @@ class Reporter:
         if self.enabled:
             self.bar.write(f"comet: {message}", file=sys.stderr)
 
-    def window(self, window: Window, memory_bytes: int) -> None:
+    def window(self, window: Window, memory_bytes: int, speed: Speed) -> None:
         """Record a window and move the bar."""
         self.history.add_window(window)
         loss = sum(window.losses) / len(window.losses)
-        text = (
-            f"loss {loss:.3f}, {window.tokens_per_second:,.0f} tokens/s, "
-            f"busiest expert {window.imbalance:.2f}x, {memory_bytes / GIB:.2f} GiB"
-        )
+        scalars = {
+            "loss": loss, "grad_norm": window.grad_norms[-1], "learning_rate": window.learning_rate,
+            "expert_imbalance": window.imbalance, **speed.scalars(),
+        }  # fmt: skip
+        self._track(window.step, {f"train/{name}": value for name, value in scalars.items()})
+        text = f"loss {loss:.3f}, {speed}, busiest expert {window.imbalance:.2f}x, {memory_bytes / GIB:.2f} GiB"
         if window.dropped_rows:
             text += f", {window.dropped_share:.1%} of routed rows dropped"
         self.bar.set_postfix_str(text, refresh=False)
@@ -187,13 +278,20 @@ class Reporter:
 
     def heldout(self, step: int, loss: float) -> None:
         self.history.add_heldout(step, loss)
+        self._track(step, {"heldout/loss": loss})
         self.note(f"step {step}: held-out loss {loss:.4f} nats per {self.unit}")
+
+    def _track(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self.trackers is not None:
+            self.trackers.log(step, scalars)
 
     def end(self, result: Mapping[str, Any], prompt: bytes = b"", sample: bytes = b"") -> None:
         """Print the result as the last line of standard output; draw the pictures unless the run was stopped."""
         self.bar.close()
         if not self.enabled:
             return
+        if self.trackers is not None:
+            self.trackers.close()
         words, saved = f"stopped by {result.get('stopped')} after step {result['steps']}", result["checkpoint"]
         words += f", checkpoint {saved}; comet train resume={result['output_dir']} continues"
         if "stopped" not in result:

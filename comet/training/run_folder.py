@@ -20,12 +20,13 @@ from comet.training.checkpoint_folder import (
     remove_checkpoint,
 )
 from comet.training.ranks import gather
-from comet.training.report import HISTORY_FILE, RESULT_FILE
+from comet.training.report import EVENT_FILES, HISTORY_FILE, PROFILE, RESULT_FILE
 from comet.training.saved_settings import SETTINGS_FILE
 from comet.utils.shared_file import write_whole
 
 LOCK, OWNER, JOB = ".comet.lock", ".comet.owner", ".comet.job"
 RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, RESULT_FILE, "loss.png", "expert_load.png", "sample.txt")
+RUN_PATTERNS = (EVENT_FILES, f"{PROFILE}/rank*.pt.trace.json.gz")
 RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks were restarted
 
 
@@ -102,8 +103,9 @@ class RunFolder(FolderLock):
         """Make the folder this run's, with its settings, YAML text, in it; for rank 0."""
         self.acquire()
         if self.overwrite and not self.has_begun():
-            for name in RUN_FILES:
-                (self.folder / name).unlink(missing_ok=True)
+            for pattern in (*RUN_FILES, *RUN_PATTERNS):
+                for file in self.folder.glob(pattern):
+                    file.unlink()
             for path in self.folder.glob("step-*"):
                 remove_checkpoint(path)
         write_whole(self.folder / JOB, self.job)  # nothing of an older run is left

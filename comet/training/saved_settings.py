@@ -22,7 +22,7 @@ FREE = (
     *NOT_KEPT, "nproc", "parallel", "comm", "tune", "launch", "model.name",
     "model.moe.max_imbalance", "data.path", "data.tokenizer", "data.text_field", "train.checkpoint_every",
     "train.eval_every", "train.sample_bytes", "train.cuda_graph", "train.async_save", "train.fsdp",
-    "train.gradient_checkpointing",
+    "train.gradient_checkpointing", "train.profile", "train.wandb",
 )  # fmt: skip
 
 

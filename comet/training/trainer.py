@@ -6,20 +6,21 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.profiler
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from comet.comm.handshake import largest
 from comet.config import OverlapConfig, require
 from comet.errors import NotFiniteError
-from comet.jobs.config import TrainJob, activation_dtype, model_group
+from comet.jobs.config import TrainConfig, TrainJob, activation_dtype, model_group
 from comet.layer.backend import layer_choice
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import path_to_train
@@ -30,7 +31,7 @@ from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.data import Corpus, Text, heldout_windows, read_corpus
 from comet.training.optimizer import learning_rate, make_optimizer, shard_dense
 from comet.training.ranks import RankContext, Stopped, StopRequest, from_first_rank, gather, hosts_in_turn
-from comet.training.report import Reporter, Window, peak_memory_bytes
+from comet.training.report import PROFILE, Reporter, Speed, Trackers, Window, peak_memory_bytes, speed_of
 from comet.training.run_folder import RunFolder
 from comet.training.saved_settings import read_settings, removed_settings, require_same, settings_of, to_yaml
 from comet.training.step import StepMetrics, TrainStep, deterministic
@@ -112,9 +113,14 @@ class Trainer:
         """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
         config, group = self.config, self.group
         earlier = self.checkpointer.path and self.checkpointer.path.parent
-        steps = {"first_step": self.first_step, "total_steps": config.train.steps}
+        of_run: dict[str, Any] = {"first_step": self.first_step, "total_steps": config.train.steps}
         unit = self.corpus.vocabulary.unit
-        self.reporter = Reporter(self.output_dir, enabled=group.world_rank == 0, **steps, earlier=earlier, unit=unit)
+        writes, trackers = group.world_rank == 0, None
+        if writes:
+            saved = settings_of(config, group.world_size)
+            trackers = Trackers(self.output_dir, self.first_step, config.train.wandb, saved)
+        of_run |= {"earlier": earlier, "unit": unit, "trackers": trackers}
+        self.reporter = Reporter(self.output_dir, enabled=writes, **of_run)
         for note in notes:
             self.reporter.note(note)
         if self.first_step:
@@ -138,6 +144,10 @@ class Trainer:
             return result
 
     def _train(self) -> None:
+        with profiler(self.config.train, self.output_dir, self.group.world_rank, self.first_step) as traced:
+            self._take_steps(traced.step if traced else lambda: None)
+
+    def _take_steps(self, ended: Callable[[], object]) -> None:
         settings, window, started = self.config.train, list[StepMetrics](), time.perf_counter()
         while self.step < settings.steps:
             self.step += 1
@@ -148,6 +158,7 @@ class Trainer:
                 metrics = self.train_step(self.step - 1, told_to_stop=told_to_stop)
                 is_last = self.step == settings.steps
                 stopped = self.request.agreed(metrics.told_to_stop) and not is_last
+            ended()
             window.append(metrics)
             evaluate = not is_last and settings.eval_every and self.step % settings.eval_every == 0
             save = is_last or (settings.checkpoint_every and self.step % settings.checkpoint_every == 0)
@@ -211,7 +222,7 @@ class Trainer:
             "moe_path": next((layer.path for layer in self.model.moe_layers()), config.moe_path),
             "cuda_graph": not any_eager,
             "steps": self.step,
-            "tokens_per_second": tokens / warm_seconds if warm else 0.0,
+            **asdict(self._speed(tokens / warm_seconds if warm else 0.0)),
             "train_seconds": seconds,
             "peak_memory_bytes": int(peak_memory),
             "dropped_rows": sum(window.dropped_rows for window in self.reporter.history.windows),
@@ -244,7 +255,12 @@ class Trainer:
             tokens_per_second=len(window) * self.train_step.tokens_per_step / seconds,
             dropped_rows=float(sum(metrics.dropped_rows for metrics in window)),
         )  # fmt: skip
-        self.reporter.window(record, peak_memory_bytes(self.group.device, self.group.workspace.num_bytes))
+        memory = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
+        self.reporter.window(record, memory, self._speed(record.tokens_per_second))
+
+    def _speed(self, tokens_per_second: float) -> Speed:
+        device, model = Machine.of(self.group.device).name, self.config.model
+        return speed_of(model, tokens_per_second, self.group.world_size, device, self.model.dtype)
 
     @contextmanager
     def _divergence(self, first: int) -> Iterator[None]:
@@ -306,6 +322,16 @@ def kept_layers(
         )
         return chosen, None, [f"{note}: here layers may take others, and results may differ in their last bits"]
     return saved["path"], saved["overlap"] and OverlapConfig(**saved["overlap"]), []
+
+
+def profiler(settings: TrainConfig, folder: Path, rank: int, first_step: int) -> AbstractContextManager[Any]:
+    """Return torch's profiler, which traces ``train.profile`` steps of this rank, or a context of ``None``."""
+    if not settings.profile:
+        return nullcontext()
+    left = settings.steps - first_step - settings.profile - 1
+    when = torch.profiler.schedule(wait=max(min(WINDOW_STEPS, left), 0), warmup=1, active=settings.profile, repeat=1)
+    write = torch.profiler.tensorboard_trace_handler(str(folder / PROFILE), f"rank{rank}", use_gzip=True)
+    return torch.profiler.profile(schedule=when, on_trace_ready=write)
 
 
 TEMPERATURE = 0.8
