@@ -193,7 +193,7 @@ class Checkpointer:
 
     def _refuse(self, part: Path, error: CheckpointException | OSError) -> NoReturn:
         """Remove what was written and say why in one line (collective)."""
-        path, (where, cause) = part.with_suffix(""), _cause(error)
+        path, (where, cause) = part.with_suffix(""), cause_of(error)
         num_bytes = sum(tensor.nbytes for tensor in self._tensors().values())
 
         def tidy_up() -> str:
@@ -225,7 +225,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         with alone_on_purpose(), patience():
             dcp.load(tensors, storage_reader=Reader(path))
     except CheckpointException as error:
-        _, cause = _cause(error)
+        _, cause = cause_of(error)
         if isinstance(cause, ValueError):
             raise cause from error
         raise ValueError(f"checkpoint {path} cannot be read: {str(cause).splitlines()[0]}") from error
@@ -240,7 +240,7 @@ def read_whole(path: Path, prefix: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def _cause(error: CheckpointException | OSError) -> tuple[str, BaseException]:
+def cause_of(error: CheckpointException | OSError) -> tuple[str, BaseException]:
     """Return the error that failed a save, after "rank 1: " where known; of several ranks the system's own error."""
     if isinstance(error, OSError):
         return "", error

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from comet.config import require
 from comet.schedule.placement import imbalance, place, rank_loads, redundant_experts, shared_loads
-from comet.training.checkpoint import alone_on_purpose, read_whole
+from comet.training.checkpoint import alone_on_purpose, cause_of, read_whole
 from comet.training.checkpoint_files import Writer
 from comet.training.checkpoint_folder import (
     METADATA,
@@ -29,6 +30,7 @@ from comet.training.checkpoint_folder import (
     complete,
     named_checkpoints,
     open_partial,
+    remove_checkpoint,
 )
 from comet.training.report import History
 
@@ -106,10 +108,17 @@ def write_placed(found: Placement, folder: Path) -> Path:
         if (match := BY_EXPERT.fullmatch(name)) and (order := orders.get(int(match[1]))):
             tensors[name] = tensor[order]
     part = open_partial(folder, checkpoint.step)
-    for name in checkpoint.files:
-        if name != METADATA and not name.endswith(".distcp"):  # settings, and the tokenizer of a run that has one
-            shutil.copyfile(checkpoint.path / name, part / name)
     kept = {name: getattr(checkpoint, name) for name in ("step", "layout", "model", "text", "layers")}
-    with alone_on_purpose():
-        dcp.save(tensors, storage_writer=Writer(part, partial(complete, part, kept)))
+    try:
+        for name in checkpoint.files:
+            if name != METADATA and not name.endswith(".distcp"):  # settings, and the tokenizer of a run that has one
+                shutil.copyfile(checkpoint.path / name, part / name)
+        with alone_on_purpose():
+            dcp.save(tensors, storage_writer=Writer(part, partial(complete, part, kept)))
+    except (CheckpointException, OSError) as error:
+        remove_checkpoint(part)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        _, cause = cause_of(error)
+        raise ValueError(f"checkpoint {part.with_suffix('')} cannot be written: {cause}") from error
     return part.with_suffix("")

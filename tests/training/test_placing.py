@@ -1,5 +1,6 @@
 """``comet place``: a checkpoint with its experts in another order is the same model, with even loads of ranks."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from training_cases import Rank, losses, make_text
 
 from comet.launch.config import compose, make_job
 from comet.launch.tasks.place import main
+from comet.training.checkpoint_files import Writer
 from comet.training.placing import find_placement, gain
 from comet.training.trainer import train
 
@@ -53,6 +55,19 @@ def test_a_placed_checkpoint_goes_on_as_the_run_does(run, tmp_path, monkeypatch,
     for order, here, there in zip(orders, moved[-2]["expert_load"], kept[-2]["expert_load"], strict=True):
         assert sorted(order) == list(range(8))
         assert sum(abs(here[place] - there[expert]) for place, expert in enumerate(order)) < 0.05 * sum(there)
+
+
+def test_a_full_disk_leaves_no_folder(run, tmp_path, monkeypatch, capfd):
+    def write_data(self, plan, planner):
+        (Path(self.path) / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Writer, "write_data", write_data)
+    with pytest.raises(SystemExit):
+        main([str(run), "--ep", "4", "--output-dir", str(tmp_path / "placed")])
+    wanted = f"comet: error: checkpoint {tmp_path}/placed/step-000008 cannot be written: [Errno 28] No space left"
+    assert wanted in capfd.readouterr().err
+    assert not (tmp_path / "placed").exists()
 
 
 def test_gains_are_judged_by_loads_that_did_not_choose():
