@@ -89,6 +89,7 @@ class MoE(nn.Module):
         self.layout = group.layout(config)
         made = make_path(path, config, group, overlap)
         self.experts: ExpertPath = made
+        self.number = group.workspace.layers_made  # equal on all ranks
         # applied to gradients of the expert weights over several ranks (``comet.exclude_experts``)
         self.grad_reduce: GradReduce | None = None
         self.path = made.name  # "auto" has become one of them

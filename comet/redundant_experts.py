@@ -6,25 +6,27 @@ EP * (e + copies) experts, a copy is an expert of its own; only the ids of the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from comet.comm.collectives import wants_grad
+from comet.comm.collectives import all_to_all_rows, wants_grad
+from comet.comm.handshake import check_equal, gather, together
 from comet.config import require
 from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import make_path
-from comet.layer.sharding import expert_parameter, local, version_of
+from comet.layer.sharding import local, move_part, require_held, version_of
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.moe import MoE
 from comet.schedule.placement import redundant_experts
 
 
+@torch.inference_mode(mode=False)  # torch counts no writes to tensors that are made in this mode
 def add_redundant_experts(layer: MoE, loads: Sequence[float] | Tensor, copies: int = 1) -> list[list[int]]:
     """Let each rank hold up to ``copies`` experts of other ranks, the hot ones, too (collective; for inference).
 
@@ -37,26 +39,38 @@ def add_redundant_experts(layer: MoE, loads: Sequence[float] | Tensor, copies: i
         For each EP shard the experts of which it holds copies; ``comet.schedule.placement`` chooses them.
 
     Raises:
-        ValueError: If the layer drops rows, has weights of another type than its tokens, or is one shard; or if the
-            loads are not those of its experts.
+        ValueError: On all ranks, if the layer drops rows, is one shard, or has weights of another type or device than
+            its tokens; or if loads are no loads of its experts or differ between ranks.
     """
-    config, layout, dtype = layer.config, layer.layout, layer.group.workspace.shape.dtype
-    rows = torch.as_tensor(loads, dtype=torch.float64).tolist()
-    require(len(rows) == config.num_experts, f"loads of {len(rows)} experts must be of {config.num_experts}")
+    layout, ranks = layer.layout, layer.group.process_group
     require(layout.ep > 1, f"ep={layout.ep} must be at least 2: one shard holds every expert already")
+    assert ranks is not None
+    rows, held = together(ranks, partial(choose_copies, layer, loads, copies))
+    check_equal(ranks, {"layer": layer.number, "copies": copies, "loads": rows})
+    held = gather(ranks, held)[0]  # CPUs of another kind may round to another choice
+    layer.experts = RedundantExperts(layer, held, copies)
+    return held
+
+
+def choose_copies(layer: MoE, loads: Sequence[float] | Tensor, copies: int) -> tuple[list[float], list[list[int]]]:
+    """Return the loads as numbers and the copies that they ask for, unless this layer cannot have copies."""
+    config, layout, group = layer.config, layer.layout, layer.group
+    rows, dtype = torch.as_tensor(loads, dtype=torch.float64, device="cpu"), group.workspace.shape.dtype
+    require(rows.shape == (layout.num_experts,), f"loads of shape {tuple(rows.shape)} must be ({layout.num_experts},)")
     require(
         config.capacity_factor is None, f"capacity_factor={config.capacity_factor} must be None: a copy would drop rows"
     )
     require(layer.w1.dtype == dtype, f"param_dtype={layer.w1.dtype} must be the tokens' {dtype}: copies are not cast")
-    held = redundant_experts(rows, layout.ep, copies)
-    layer.experts = RedundantExperts(layer, held, copies)
-    return held
+    device = layer.w1.device
+    require(device == group.device, f"expert_device={device} must be the group's {group.device}: copies stay there")
+    require_held(*layer.expert_parameters())
+    return rows.tolist(), redundant_experts(rows.tolist(), layout.ep, copies)
 
 
 class RedundantExperts(ExpertPath):
     """The path of a layer whose ranks hold copies.
 
-    The layer's parameters become views of the first ``e`` experts of this path's weights, so nothing is held twice.
+    The layer's parameters move into the first ``e`` experts of this path's weights, so nothing is held twice.
 
     Args:
         held: For each EP shard the experts of which it holds copies, at most ``copies``.
@@ -67,61 +81,69 @@ class RedundantExperts(ExpertPath):
         num_experts = layout.ep * (layout.experts_local + copies)
         inner = replace(layer.config, num_experts=num_experts, num_groups=1, top_groups=1)
         self.path, self.rank = make_path(layer.path, inner, group), group.rank
-        self.choices = torch.tensor(expert_choices(held, layout, copies), dtype=torch.int32, device=group.device)
-        self.weights = []
-        for name, parameter in zip(("w1", "w2", "b1", "b2"), layer.expert_parameters(), strict=False):
+        self.waits_for_counts = self.path.waits_for_counts
+        holders = [torch.tensor(each, device=group.device) for each in holders_of(held, layout, copies)]
+        self.choices = nn.utils.rnn.pad_sequence(holders, batch_first=True).int()
+        self.counts = torch.tensor([len(each) for each in holders], device=group.device)
+        self.parameters, self.weights = layer.expert_parameters(), []
+        for parameter in self.parameters:
             whole = with_copies(local(parameter).detach(), held, copies, layout, group)
             self.weights.append(whole)
-            own = expert_parameter(whole[: layout.experts_local], group.mesh)
-            setattr(layer, name, own.requires_grad_(parameter.requires_grad))
-        self.parameters = layer.expert_parameters()
+            move_part(parameter, whole[: layout.experts_local])
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
         return [version_of(each) for tensor in self.parameters for each in (tensor, local(tensor))]
+
+    def require_current(self) -> None:
+        """Refuse to run after the layer's weights have changed or moved, of which only some experts are copies."""
+        self._require_current([local(each) for each in self.parameters])
+
+    def _require_current(self, parts: Sequence[Tensor]) -> None:
+        require(
+            [each.data_ptr() for each in parts] == [each.data_ptr() for each in self.weights]
+            and self.versions == self._versions(),
+            "expert weights have changed since comet.add_redundant_experts copied the hot ones: call it again",
+        )
 
     def __call__(self, routed: RoutedTokens, w1: Tensor, w2: Tensor, biases: Biases | None = None) -> Tensor:
         require(
             not wants_grad(*routed, w1, w2, *(biases or ())),
             "a layer with redundant experts is for inference: call it under torch.no_grad(), or build another to train",
         )
-        given = [each.data_ptr() for each in (w1, w2, *(biases or ()))]
-        require(
-            given == [each.data_ptr() for each in self.weights] and self.versions == self._versions(),
-            "expert weights have changed since comet.add_redundant_experts copied the hot ones: call it again",
-        )
+        self._require_current((w1, w2, *(biases or ())))
         w1, w2, *others = self.weights
         biases = Biases(others[0].flatten(1), others[1]) if others else None
-        ids = holder_ids(routed.top_k_ids, self.choices, self.rank)
+        ids = holder_ids(routed.top_k_ids, self.choices, self.counts, self.rank)
         return self.path(routed._replace(top_k_ids=ids), w1.flatten(1, 2), w2, biases)
 
 
-def expert_choices(held: Sequence[Sequence[int]], layout: ExpertLayout, copies: int) -> list[list[int]]:
-    """``(E, C)``: the numbers of each expert and its copies in the layer inside, in turn up to C places.
-
-    C is a common multiple of the numbers of holders, so that the holders of an expert come equally often.
+def holders_of(held: Sequence[Sequence[int]], layout: ExpertLayout, copies: int) -> list[list[int]]:
+    """The numbers that each expert and its copies have in the layer inside.
 
     Example: 4 experts over two shards, one copy each, shard 0 with a copy of expert 3: the shards hold 0, 1, 3 and 2, 3
-    and an empty slot; the layer inside calls these 0 to 5, so the rows are ``[0, 0], [1, 1], [3, 3], [4, 2]``.
+    and an empty slot; the layer inside calls these 0 to 5, so the numbers are ``[0], [1], [3], [4, 2]``.
     """
     size = layout.experts_local + copies
-    places = [
+    holders = [
         [expert // layout.experts_local * size + expert % layout.experts_local] for expert in range(layout.num_experts)
     ]
     for shard, experts in enumerate(held):
         for slot, expert in enumerate(experts):
-            places[expert].append(shard * size + layout.experts_local + slot)
-    most = math.lcm(*(len(each) for each in places))
-    return [each * (most // len(each)) for each in places]
+            holders[expert].append(shard * size + layout.experts_local + slot)
+    return holders
 
 
-def holder_ids(top_k_ids: Tensor, choices: Tensor, rank: int) -> Tensor:
+def holder_ids(top_k_ids: Tensor, choices: Tensor, counts: Tensor, rank: int) -> Tensor:
     """``(T, K)`` ids of the layer inside: a rank's tokens take the holders of an expert in turn, from its rank on.
+
+    Args:
+        choices: ``(E, C)`` holders of each expert, of which the first ``counts (E,)`` are there.
 
     Example: choices of expert 3 ``[4, 2]``, ids ``[[3], [3], [-1]]`` of rank 0: ``[[4], [2], [-1]]``.
     """
-    turns = torch.arange(rank, rank + len(top_k_ids), device=top_k_ids.device)[:, None] % choices.shape[1]
     experts = top_k_ids.clamp(0, len(choices) - 1).long()
+    turns = torch.arange(rank, rank + len(top_k_ids), device=top_k_ids.device)[:, None] % counts[experts]
     return choices[experts, turns].where((top_k_ids >= 0) & (top_k_ids < len(choices)), -1)
 
 
@@ -132,18 +154,12 @@ def with_copies(
 
     A copy comes from the rank of the owning shard with the same part of F.
     """
-    size, tp = layout.experts_local, layout.tp_rank
-    whole = torch.cat([own, own.new_zeros(copies, *own.shape[1:])])
-    moves = []
-    for shard, experts in enumerate(held):
-        for slot, expert in enumerate(experts):
-            source, target = (
-                dist.get_global_rank(group.process_group, each * layout.tp + tp) for each in (expert // size, shard)
-            )
-            if layout.ep_rank == expert // size:
-                moves.append(dist.P2POp(dist.isend, whole[expert % size], target))
-            if layout.ep_rank == shard:
-                moves.append(dist.P2POp(dist.irecv, whole[size + slot], source))
-    for work in dist.batch_isend_irecv(moves) if moves else ():
-        work.wait()
-    return whole
+    size, mine = layout.experts_local, layout.ep_rank
+    sent = [[expert % size for expert in experts if expert // size == mine] for experts in held]
+    rows = own[list(chain.from_iterable(sent))]
+    send_counts, recv_counts = [0] * layout.world_size, [0] * layout.world_size
+    send_counts[layout.tp_rank :: layout.tp] = [len(each) for each in sent]
+    owners = [expert // size for expert in held[mine]]
+    recv_counts[layout.tp_rank :: layout.tp] = [owners.count(shard) for shard in range(layout.ep)]
+    arrived = all_to_all_rows(rows, send_counts, recv_counts, group.process_group)
+    return torch.cat([own, arrived, own.new_zeros(copies - len(arrived), *own.shape[1:])])

@@ -253,6 +253,7 @@ class GraphedMoE:
         replay = self._replay_of(call, tokens)
         if replay is None:
             return self._launch(call, x)
+        self.layer.experts.require_current()
         output, *stats = replay(tokens)
         return output.view_as(x).to(x.dtype), RouterStats(*stats)
 

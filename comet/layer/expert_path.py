@@ -39,6 +39,9 @@ class ExpertPath:
         """``__call__`` for inference with experts in block FP8, where ``takes_fp8``."""
         raise NotImplementedError
 
+    def require_current(self) -> None:
+        """Raise ``ValueError`` if the path keeps what was made of weights that have changed; asked before a replay."""
+
     def includes_shared(self, tokens: Tensor) -> bool:
         """Whether the next call, with tokens ``(T, D)``, includes the layer's shared expert: ``MoE`` leaves it out."""
         return False

@@ -94,6 +94,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def move_part(parameter: nn.Parameter, part: Tensor) -> None:
+    """Let a parameter hold this rank's part in other memory; it stays the same parameter, as optimizers know it."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = part
+    else:
+        parameter.data = part
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often torch counted a write to a tensor; 0 for one of inference mode, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -8,11 +8,18 @@ layer costs what it cost before. ``redundant_experts`` chooses copies of hot exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from comet.config import require
+
+
+def check_loads(loads: Sequence[float]) -> None:
+    """Raise ``ValueError`` unless all loads are numbers of rows."""
+    bad = {expert: load for expert, load in enumerate(loads) if not 0 <= load < math.inf}
+    require(not bad, f"loads={bad} of these experts must be at least 0 and finite")
 
 
 def rank_loads(loads: Sequence[float], num_ranks: int) -> list[float]:
@@ -50,10 +57,11 @@ def place(loads: Sequence[float], num_ranks: int, num_groups: int = 1) -> list[i
         loads: ``(E,)`` routed rows of each expert.
 
     Raises:
-        ValueError: If neither groups nor ranks divide the other.
+        ValueError: If neither groups nor ranks divide the other, or loads are negative or not finite.
 
     Example: loads ``[5, 4, 1, 2]`` over two ranks: ``[0, 2, 1, 3]``, where ranks have 6 and 6 rows instead of 9 and 3.
     """
+    check_loads(loads)
     size = len(loads) // num_groups
     groups = [list(loads[group * size : (group + 1) * size]) for group in range(num_groups)]
     if num_ranks % num_groups == 0:
@@ -74,15 +82,19 @@ def redundant_experts(loads: Sequence[float], num_ranks: int, copies: int) -> li
         loads: ``(E,)`` routed rows of each expert.
         copies: The most copies that a rank holds.
 
+    Returns:
+        For each rank the experts, in ascending order.
+
     Raises:
-        ValueError: If a rank would hold an expert twice.
+        ValueError: If a rank would hold an expert twice, or loads are negative or not finite.
 
     Example: loads ``[4, 1, 1, 2]``, two ranks, one copy each: rank 1 takes a copy of expert 1, and ranks have 4.5 and
     3.5 rows instead of 5 and 3; a copy on rank 0 would add to its rows: ``[[], [1]]``.
     """
-    rows, own = np.asarray(loads, dtype=np.float64), len(loads) // num_ranks
+    check_loads(loads)
+    rows, own = np.asarray(loads, dtype=np.float64) / (max(loads) or 1.0), len(loads) // num_ranks
     most = len(rows) - own
-    require(0 <= copies <= most, f"copies={copies} must be 0 to {most}, the experts of the other ranks")
+    require(copies in range(most + 1), f"copies={copies!r} must be 0 to {most}, the experts of the other ranks")
     holds = np.arange(len(rows))[:, None] // own == np.arange(num_ranks)
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     for _ in range(num_ranks * copies):
@@ -96,7 +108,7 @@ def redundant_experts(loads: Sequence[float], num_ranks: int, copies: int) -> li
             break
         held[rank].append(int(expert))
         holds[expert, rank] = True
-    return held
+    return [sorted(each) for each in held]
 
 
 def shared_loads(loads: np.ndarray, holds: np.ndarray) -> np.ndarray:

@@ -1,6 +1,9 @@
 """Experts on the right ranks: orders and copies that even out loads, and layers that hold copies."""
 
+import copy
+import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,9 @@ from training_cases import make_group
 
 import comet
 from comet import MoE, MoEConfig
+from comet.layer.sharding import local
 from comet.layout import ExpertLayout
-from comet.redundant_experts import expert_choices, holder_ids
+from comet.redundant_experts import holder_ids, holders_of
 from comet.schedule.placement import imbalance, pack, place, rank_loads, redundant_experts, shared_loads
 
 CONFIG = MoEConfig(hidden_size=16, ffn_size=32, num_experts=8, top_k=2, shared_ffn_size=16, expert_bias=True)
@@ -32,10 +36,9 @@ def test_the_examples_of_the_docstrings() -> None:
     assert (pack([5, 4, 1, 2], 2), place([5, 4, 1, 2], 2)) == ([[0, 2], [1, 3]], [0, 2, 1, 3])
     assert redundant_experts([4, 1, 1, 2], 2, 1) == [[], [1]]
     layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=0)
-    assert expert_choices([[3], []], layout, 1) == [[0, 0], [1, 1], [3, 3], [4, 2]]
-    ids = holder_ids(
-        torch.tensor([[3], [3], [-1]], dtype=torch.int32), torch.tensor([[0, 0], [1, 1], [3, 3], [4, 2]]), 0
-    )
+    assert holders_of([[3], []], layout, 1) == [[0], [1], [3], [4, 2]]
+    choices, counts = torch.tensor([[0, 0], [1, 0], [3, 0], [4, 2]]), torch.tensor([1, 1, 1, 2])
+    ids = holder_ids(torch.tensor([[3], [3], [-1]], dtype=torch.int32), choices, counts, 0)
     assert ids.tolist() == [[4], [2], [-1]]
 
 
@@ -75,7 +78,7 @@ def layers(ep: int, tp: int = 1, node_size: int | None = None, config: MoEConfig
     for layer in made:
         for bias in (layer.b1, layer.b2):
             torch.manual_seed(4)
-            comet.layer.sharding.local(bias).normal_()
+            local(bias).normal_()
     return made
 
 
@@ -125,13 +128,74 @@ def test_weights_that_changed_and_training_are_refused(rank: int, world_size: in
 
 @in_ranks(2)
 def test_what_cannot_have_copies_is_refused(rank: int, world_size: int) -> None:
-    _, layer = layers(2)
-    for loads, copies, why in ((LOADS[:-1], 1, "loads of 7 experts"), (LOADS, 5, "copies=5 must be 0 to 4")):
+    other, layer = layers(2)
+    before = layer.experts
+    for loads, copies, why in (
+        (LOADS[:-1], 1, r"loads of shape \(7,\) must be \(8,\)"),
+        ([LOADS], 1, r"loads of shape \(1, 8\) must be"),
+        ([*LOADS[:-1], -1.0], 1, r"loads={7: -1.0} of these experts must be at least 0 and finite"),
+        ([math.nan, *LOADS[1:]], 1, r"loads={0: nan} of these experts must be"),
+        ([math.inf] * 8 if rank else LOADS, 1, r"loads={0: inf"),
+        (LOADS, 5, "copies=5 must be 0 to 4"),
+        (LOADS, 1.5, r"copies=1\.5 must be 0 to 4"),
+        (LOADS, 1 + rank, "copies=2 of rank 1 must equal the 1 of rank 0"),
+        (LOADS[::-1] if rank else LOADS, 1, "loads=.* of rank 1 must equal"),
+    ):
         with pytest.raises(ValueError, match=why):
             comet.add_redundant_experts(layer, loads, copies)
+    with pytest.raises(ValueError, match="layer=1 of rank 1 must equal the 2 of rank 0"):
+        comet.add_redundant_experts(other if rank else layer, LOADS)
+    assert layer.experts is before
     half = MoE(CONFIG, layer.group, param_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"param_dtype=torch.* must be the tokens"):
         comet.add_redundant_experts(half, LOADS)
+
+
+@in_ranks(2)
+def test_writes_to_weights_are_noticed_and_an_optimizer_keeps_its_parameters(rank: int, world_size: int) -> None:
+    plain, layer = layers(2, path="plain")
+    x = torch.randn(8, 16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def take_a_step() -> None:
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    writes: tuple[Callable[[], object], ...] = (
+        take_a_step,
+        lambda: layer.w1.mul_(2),
+        lambda: layer.expert_weights()[1].mul_(2),
+        lambda: layer.reset_parameters(9),
+        lambda: layer.bfloat16().float(),
+    )
+    for write in writes:
+        for mode in (torch.no_grad, torch.inference_mode):
+            plain.load_state_dict(layer.state_dict())
+            with mode():
+                comet.add_redundant_experts(layer, LOADS, 2)
+                torch.testing.assert_close(layer(x)[0], plain(x)[0])
+                layer.experts.require_current()
+                write()
+                with pytest.raises(ValueError, match="weights have changed since"):
+                    layer(x)
+                with pytest.raises(ValueError, match="weights have changed since"):
+                    layer.experts.require_current()
+    assert layer.experts.waits_for_counts
+    copied = copy.deepcopy(layer)
+    with torch.no_grad(), pytest.raises(ValueError, match="weights have changed since"):
+        copied(x)
+
+
+def test_holders_of_many_ranks_take_little_memory() -> None:
+    """Numbers of holders without common divisors: their least common multiple is 1,506,960."""
+    layout = ExpertLayout(num_experts=256, top_k=8, ep=256, tp=1, rank=0)
+    held: list[list[int]] = [[] for _ in range(256)]
+    for expert, copies in enumerate((1, 2, 3, 4, 5, 6, 8, 15, 22, 25)):
+        for rank in range(100, 100 + copies):
+            held[rank].append(expert)
+    holders = holders_of(held, layout, 10)
+    assert (max(map(len, holders)), sum(map(len, holders))) == (26, 256 + 91)
 
 
 def test_one_shard_is_refused() -> None:
