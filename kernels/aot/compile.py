@@ -122,10 +122,10 @@ class Outcome:
 def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
     """Compile one configuration (or take it from Triton's cache) and measure its code."""
     if isinstance(case, CudaCase):
-        return measure_cubin(compile_cubin(case.source.text, case.kernel), case.source.shared_bytes)
+        return examine_cubin(compile_cubin(case.source.text, case.kernel), case.source.shared_bytes)
     source = case.source if arch.starts_early else without_early_start(case.source)
     compiled = triton.compile(source, target=arch.target, options=case.options)
-    return measure(compiled.asm["ptx"], compiled.metadata.shared, case.options, arch)
+    return examine_ptx(compiled.asm["ptx"], compiled.metadata.shared, case.options, arch)
 
 
 def without_early_start(source: ASTSource) -> ASTSource:
@@ -151,7 +151,7 @@ def assembler_log(ptx: str, options: Mapping[str, Any], arch: Arch) -> str:
     return log.getvalue()
 
 
-def measure(ptx: str, shared_bytes: int, options: Mapping[str, Any], arch: Arch = HOPPER) -> Quality:
+def examine_ptx(ptx: str, shared_bytes: int, options: Mapping[str, Any], arch: Arch = HOPPER) -> Quality:
     """Count instructions in the PTX and read registers and spills in the assembler's log."""
     log = assembler_log(ptx, options, arch)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -171,7 +171,7 @@ def measure(ptx: str, shared_bytes: int, options: Mapping[str, Any], arch: Arch 
     )
 
 
-def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
+def examine_cubin(cubin: bytes, shared_bytes: int) -> Quality:
     """Count instructions in the machine code; a stack frame is where registers are spilled to."""
     tools = triton.knobs.nvidia
     usage, code = _ask(tools.cuobjdump, cubin, "-res-usage").stdout, _ask(tools.nvdisasm, cubin, "-c").stdout

@@ -1,4 +1,4 @@
-"""Cases of the kernels that send tokens to other nodes and receive their sums (``comet.kernels.network``)."""
+"""The configurations of barriers between ranks, and of kernels that send tokens to other nodes and get their sums."""
 
 from functools import partial
 
@@ -11,13 +11,15 @@ from ..network.receive import add_nodes, receive
 from ..runtime.case import WIDE_ACCESS, KernelCase, meta, recorded
 from ..runtime.faults import Place
 from ..runtime.limits import LEG_HEADER
+from ..runtime.primitives import barrier_kernel
+from ..runtime.recorder import align
 
 TOKENS, HIDDEN, RING = 8192, 7168, 3
 
 
 def aot_cases() -> list[KernelCase]:
     """Two nodes and top-2, eight and top-8, where slots share memory: both legs forward and backward."""
-    cases: list[KernelCase] = []
+    cases = _barriers()
     for nodes, top_k in ((2, 2), (8, 8)):
         name, all_chunks, wide = f"{nodes} nodes, top-{top_k}", range(TOKENS // 128), dict(dtype=torch.float32)
         ring = range(min(nodes - 1, RING))
@@ -58,14 +60,21 @@ def _leg(nodes: int, ring: int, top_k: int, place: Place) -> Leg:
     return Leg(
         words=meta(ring, LEG_HEADER + num_tokens * 2 * top_k),
         rows=meta(ring, num_tokens, HIDDEN, dtype=torch.bfloat16),
-        flags=meta(nodes - 1, 1 + max(1, num_tokens // 128), 2),
-        word_targets=targets[0],
-        row_targets=targets[1],
-        flag_targets=targets[2],
-        epoch=meta(1),
-        fault=meta(8, dtype=torch.int64),
-        inner_fault=meta(8, dtype=torch.int64),
-        node=0,
-        place=place,
-        timeout_ns=10**9,
-    )
+        flags=meta(nodes - 1, 1 + max(1, num_tokens // 128), 2), word_targets=targets[0], row_targets=targets[1],
+        flag_targets=targets[2], epoch=meta(1), fault=meta(8, dtype=torch.int64),
+        inner_fault=meta(8, dtype=torch.int64), node=0, place=place, timeout_ns=10**9,
+    )  # fmt: skip
+
+
+def _barriers() -> list[KernelCase]:
+    """The barriers for one rank and for the widest group of one host."""
+    epoch, fault, cases = meta(1), meta(8, dtype=torch.int64), []
+    for ranks in (1, 8):
+        flags, name = meta(ranks, dtype=torch.int64), f"up to {ranks} ranks"
+        cases += recorded(name, (), align, flags, epoch, fault, 0, 10**10)
+        for words, calls, status in ((name, flags, epoch), ("without calls", None, None))[: 1 + ranks // 8]:
+            cases += recorded(
+                words, (), barrier_kernel[1,], flags, calls, status, epoch, fault, 0, ranks, 10**10, 0,
+                W_BLOCK=ranks, INTERPRET=False,
+            )  # fmt: skip
+    return cases

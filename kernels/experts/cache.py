@@ -271,7 +271,7 @@ def bring_torch(
         w1: ``(S, ...)`` the slots, as w2 and scales.
     """
     tables = host.tables
-    first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
+    first, end = tables.served.tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
     now = int(tables.header[CLOCK.value]) + 1
     before = tables.last_used.clone()

@@ -243,7 +243,7 @@ def plan_torch(ids: Tensor, host: HostExperts) -> None:
         return
     if header[PLANNED.value] > 0:
         return
-    first, end = header[FIRST.value : LAST.value + 1].tolist()
+    first, end = tables.served.tolist()
     predicted = [expert for expert in dict.fromkeys(ids.t().flatten().tolist()) if first <= expert < end]
     missing = [expert for expert in predicted if tables.slots[expert] < 0]
     num_free = sum(owner not in predicted for owner in tables.owners.tolist())
@@ -262,7 +262,7 @@ def plan_torch(ids: Tensor, host: HostExperts) -> None:
 def travel_torch(slots: Sequence[Tensor], host: HostExperts) -> None:
     """The twin of ``travel_kernel`` where the step begins when all are there."""
     tables = host.tables
-    first, planned = int(tables.header[FIRST.value]), int(tables.header[PLANNED.value])
+    first, planned = int(tables.served[0]), int(tables.header[PLANNED.value])
     for expert, place in tables.ahead[:2, :planned].t().tolist():
         for part, stored in zip(slots, host.parts, strict=True):
             part[place] = stored[expert - first]

@@ -79,26 +79,31 @@ class CacheTables:
             num_slots=num_slots,
         )
         first, end = held or (0, num_experts)
-        tables.header[FIRST.value : LAST.value + 1] = torch.tensor([first, end], dtype=torch.int32)
+        tables.served.copy_(torch.tensor([first, end]))
         tables.clear()
         return tables
 
+    @property
+    def served(self) -> Tensor:
+        """``(2,)`` the first expert that this rank serves, and the last + 1."""
+        return self.header[FIRST.value : LAST.value + 1]
+
     def clear(self) -> None:
         """Empty all slots, whatever a step that broke off has left; it must have ended on the device."""
-        of_rank, of_layer = self.header[FIRST.value : LAST.value + 1].clone(), self.header[LAYER.value].clone()
+        served, layer = self.served.clone(), self.header[LAYER.value].clone()
         self.state.zero_()
         for table in (self.slots, self.arriving, self.owners):
             table.fill_(-1)
-        self.header[FIRST.value : LAST.value + 1] = of_rank
-        self.header[LAYER.value] = of_layer
+        self.served.copy_(served)
+        self.header[LAYER.value] = layer
 
     def words_of(self, experts: Collection[int], slots: Collection[int]) -> list[int]:
         """Places in ``state`` of the slots of experts, of the same while they arrive, and of the owners of slots.
 
         Example (E = 8): experts 2 and 5, slot 1: ``[2, 5, 10, 13, 25]``.
         """
-        arriving = (self.num_experts + expert for expert in experts)
-        return [*experts, *arriving, *(3 * self.num_experts + slot for slot in slots)]
+        tables = (self.slots, experts), (self.arriving, experts), (self.owners, slots)
+        return [table.storage_offset() + place for table, places in tables for place in places]
 
 
 class ExpertParts:
@@ -156,7 +161,7 @@ class HostExperts(ExpertParts):
 
     def place_in_rank(self, slot: int) -> int:
         """Number of a slot's expert among those of the rank; waits for the device."""
-        return int(self.tables.owners[slot] - self.tables.header[FIRST.value])
+        return int(self.tables.owners[slot] - self.tables.served[0])
 
     @property
     def pieces(self) -> int:

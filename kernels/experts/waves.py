@@ -100,7 +100,7 @@ def split_waves_torch(ids: Tensor, host: HostExperts, num_waves: int) -> Tensor:
     ``[[3, -1], [-1, 3]]``: experts 4, 1 and 3 are numbers 0, 1 and 2.
     """
     tables = host.tables
-    first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
+    first, end = tables.served.tolist()
     served = ids.masked_fill((ids < first) | (ids >= end), -1)
     planned = tables.ahead[0, : int(tables.header[PLANNED.value])]
     there = (tables.slots >= 0).index_fill(0, planned.long(), True)

@@ -23,10 +23,10 @@ from comet.kernels.aot.compile import (
     Quality,
     cases_of,
     count,
+    examine_ptx,
     format_table,
     kernel_modules,
     main,
-    measure,
 )
 from comet.kernels.aot.decode import Setting
 from comet.kernels.aot.gemm import aot_cases as gemm_cases
@@ -135,7 +135,7 @@ def test_triton_itself_calls_ptxas(monkeypatch, tmp_path):
     )
     fake.chmod(0o755)
     monkeypatch.setattr(compiler, "get_ptxas", lambda arch: compiler.knobs.NvidiaTool(str(fake), "13.4"))
-    quality = measure("", 0, {"num_warps": 4})
+    quality = examine_ptx("", 0, {"num_warps": 4})
     assert (quality.registers, quality.spilled_bytes) == (77, 12)
 
 

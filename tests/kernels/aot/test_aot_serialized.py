@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from comet.kernels.aot.compile import SERIALIZED, Quality, compile_case, measure, waited_alone
+from comet.kernels.aot.compile import SERIALIZED, Quality, compile_case, examine_ptx, waited_alone
 from comet.kernels.runtime.case import CudaCase
 from comet.kernels.runtime.cuda_source import CudaSource
 from comet.kernels.runtime.nvrtc import what_is_missing
@@ -120,7 +120,7 @@ def test_what_the_assembler_serializes_fails() -> None:
 
 def test_a_wait_that_the_assembler_injects_into_ptx_fails() -> None:
     lines, options = ("", "add.f32 %f0, %f0, %f0;"), {"num_warps": 4}
-    good, bad = (measure(PTX.replace("BETWEEN", line), 0, options) for line in lines)
+    good, bad = (examine_ptx(PTX.replace("BETWEEN", line), 0, options) for line in lines)
     assert (good.wgmma, good.serialized) == (2, ())
     assert len(bad.serialized) == 1
     assert "is injected" in bad.serialized[0]
