@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -P -m pytest $(SPREAD)
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all vllm torchtitan megatron docs lint ruff mypy compile count clean
+.PHONY: help setup train test test-slow test-all vllm torchtitan megatron trl docs lint ruff mypy compile count clean
 
 help: ## show this list
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,8 @@ vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its ada
 torchtitan: build/torchtitan/ready ## install torchtitan into build/torchtitan, for tests (0.25 GB; needs no GPU)
 
 megatron: build/megatron/ready ## install Megatron-core 0.19 into build/megatron, for tests beside 0.16 (10 MB; needs no GPU)
+
+trl: build/trl/ready ## install TRL into build/trl, for the test of its trainer (10 MB; needs no GPU)
 
 docs: $(READY) ## build the pages into build/docs/html; open index.html there
 	$(BIN)/python -c 'import sphinx, myst_parser, furo' 2>/dev/null || $(PIP) install --quiet -c constraints.txt -e '.[docs]'

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,16 @@ class RowExchange:
     expert_ends: Tensor  # (e,) int32: their running sum, the offsets of a grouped GEMM
 
 
+class LowRank(NamedTuple):
+    """A change ``up @ down`` of the weights ``(e, O, I)`` of experts."""
+
+    down: Tensor  # (e, r, I)
+    up: Tensor  # (e, O, r)
+
+
+Adapters = tuple[LowRank | None, LowRank | None]  # one for w1, one for w2
+
+
 def plain_experts(
     routed: RoutedTokens,
     w1: Tensor,
@@ -68,6 +79,7 @@ def plain_experts(
     biases: Biases | None = None,
     *,
     interleaved: bool = False,
+    adapters: Adapters = (None, None),
 ) -> Tensor:
     """Send every token to the ranks of its experts and back, one step after the other; collective.
 
@@ -78,6 +90,7 @@ def plain_experts(
         process_group: The W ranks; not used when W is 1.
         biases: ``(e, 2F/TP)`` and ``(e, D)``, dtype of ``tokens``; ``None``: there are none.
         interleaved: Whether rows of w1 and b1 are gate and up in turn, as gpt-oss has them.
+        adapters: What is added to w1 and to w2.
 
     Returns:
         ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
@@ -92,7 +105,9 @@ def plain_experts(
     exchange = make_exchange(top_k_ids, layout, process_group, call)
     with without_autocast(tokens.device):
         received = dispatch_rows(tokens, exchange, process_group)
-        outputs = expert_rows(received, w1, w2, exchange, activation, biases, interleaved=interleaved)
+        outputs = expert_rows(
+            received, w1, w2, exchange, activation, biases, interleaved=interleaved, adapters=adapters
+        )
         returned = return_rows(outputs, exchange, process_group)
         return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
 
@@ -160,15 +175,16 @@ def expert_rows(
     biases: Biases | None = None,
     *,
     interleaved: bool = False,
+    adapters: Adapters = (None, None),
 ) -> Tensor:
     """Run every received row ``(R, D)`` through its local expert; returns ``(R, D)`` in the same order."""
     rows = _GatherRows.apply(received, exchange.recv_order, 1)
     counts, ends = exchange.expert_counts, exchange.expert_ends
-    pre = grouped_matmul(rows, w1, counts, ends)
+    pre = _adapted_matmul(rows, w1, adapters[0], counts, ends)
     if biases is not None:
         pre = _AddBias.apply(pre, biases.b1, counts, True)
     gate, up = (pre[:, ::2], pre[:, 1::2]) if interleaved else pre.chunk(2, dim=-1)
-    outputs = grouped_matmul(activation.forward(gate, up), w2, counts, ends)
+    outputs = _adapted_matmul(activation.forward(gate, up), w2, adapters[1], counts, ends)
     if biases is not None:
         outputs = _AddBias.apply(outputs, biases.b2, counts, exchange.layout.tp_rank == 0)
     return torch.empty_like(outputs).index_copy(0, exchange.recv_order, outputs)
@@ -190,6 +206,17 @@ def weighted_sum(returned: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, exc
     weights = top_k_weights.masked_fill(top_k_ids < 0, 0.0)  # a NaN weight of a masked slot does no harm
     weights = weights.repeat_interleave(exchange.layout.tp, dim=1).to(accumulator_dtype(returned.dtype))
     return (entries * weights.unsqueeze(-1)).sum(1).to(returned.dtype)
+
+
+def _adapted_matmul(
+    rows: Tensor, weights: Tensor, change: LowRank | None, expert_counts: tuple[int, ...], expert_ends: Tensor
+) -> Tensor:
+    """Multiply rows as ``grouped_matmul`` does, by weights with a change that is never added to them."""
+    found = grouped_matmul(rows, weights, expert_counts, expert_ends)
+    if change is None:
+        return found
+    inner = grouped_matmul(rows, change.down, expert_counts, expert_ends)
+    return found + grouped_matmul(inner, change.up, expert_counts, expert_ends)
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, expert_counts: tuple[int, ...], expert_ends: Tensor) -> Tensor:

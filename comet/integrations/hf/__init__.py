@@ -6,6 +6,7 @@ block FP8.
 ``StaticDecoder`` extends sequences token by token from a CUDA graph.
 """
 
+from comet.integrations.hf.adapters import share_adapters
 from comet.integrations.hf.by_name import register
 from comet.integrations.hf.convert import check, convert, restart, weights_changed
 from comet.integrations.hf.families import moe_config

@@ -8,15 +8,20 @@ none of it.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from comet.config import DIM_MULTIPLE, require
-from comet.decode.runners import DECODE_TOKENS, LocalRunner
+from comet.comm.handshake import largest
+from comet.config import DIM_MULTIPLE, MoEConfig, require
+from comet.decode.runners import DECODE_TOKENS, DataParallelDecode, LocalRunner
 from comet.integrations.hf import gpt_oss
+from comet.integrations.hf.adapters import trained_adapters, unadapted
 from comet.integrations.hf.families import (
     FLAGS,
     asks_registry,
@@ -30,7 +35,9 @@ from comet.integrations.hf.fp8 import kept_weights, run_kept
 from comet.integrations.hf.modules import operands
 from comet.integrations.hf.stored import SCALE_DTYPES
 from comet.kernels.runtime.activation import SWIGLU, Activation
-from comet.layout import ExpertLayout, RoutedTokens
+from comet.kernels.runtime.arguments import power_of_2
+from comet.layer.group import join_expert_group
+from comet.layout import Biases, ExpertLayout, RoutedTokens, gate_first
 from comet.quantization.formats import FP8_BLOCK
 from comet.reference.plain import plain_experts
 
@@ -55,6 +62,10 @@ def register() -> None:
     ExpertsInterface.register(IMPLEMENTATION, comet_experts_forward)
     if hasattr(finegrained_fp8, "FP8ExpertsInterface"):  # older versions leave FP8 experts no choice
         finegrained_fp8.FP8ExpertsInterface.register(IMPLEMENTATION, comet_fp8_experts_forward)
+    if find_spec("transformers.distributed.expert_parallel"):  # older versions have none
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        EPImplementationInterface.register(IMPLEMENTATION, CometEP)
 
 
 def check_named(model: nn.Module) -> None:
@@ -85,22 +96,36 @@ def comet_experts_forward(
     """
     module: Any = experts
     activation, interleaved = _checked_activation(module), is_interleaved(module)
-    _, *sizes = module.down_proj.shape  # warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks
+    _, *sizes = unadapted(module, "down_proj").shape
+    # Warp decode takes multiples only, unlike F = 24 of F = 48 over two ranks.
     takes_steps = not any(size % DIM_MULTIPLE for size in sizes)
     top_k, in_step = top_k_index.shape[1], takes_steps and gpt_oss.is_step(hidden_states, DECODE_TOKENS)
-    tokens, w1, w2, biases = operands(module, hidden_states, in_step=in_step)
-    routed = RoutedTokens(tokens, _local_ids(module, top_k_index), top_k_weights.float())
-    if takes_steps:
+    adapters = trained_adapters(module) if torch.is_grad_enabled() else None
+    tokens, w1, w2, biases = operands(module, hidden_states, in_step=in_step, without_adapters=adapters is not None)
+    routed = RoutedTokens(tokens, _local_ids(module, top_k_index, len(w1)), top_k_weights.float())
+    if takes_steps and adapters is None:
         output = LocalRunner(top_k, activation=activation, interleaved=interleaved)(routed, w1, w2, biases)
     else:
         layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
-        output = plain_experts(routed, w1, w2, layout, None, activation, biases, interleaved=interleaved)
+        output = plain_experts(
+            routed, w1, w2, layout, None, activation, biases, interleaved=interleaved,
+            adapters=adapters or (None, None),
+        )  # fmt: skip
     return output.to(hidden_states.dtype)
 
 
 def _checked_activation(module: Any) -> Activation:
-    """The activation of experts, which are checked at their first call and when they became others."""
-    kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None), module.__dict__.get("_apply_gate")
+    """The activation of experts, which are checked at their first call and when they became others.
+
+    peft gives experts with adapters a class of their own at each call.
+    """
+    own = type_before_parametrizations(module)  # peft makes another class at each call
+    kind = (
+        own,
+        unadapted(module, "down_proj").dtype,
+        getattr(module, "act_fn", None),
+        module.__dict__.get("_apply_gate"),
+    )
     checked = module.__dict__.get(_CHECKED, (None, SWIGLU))
     if checked[0] != kind:
         checked = module.__dict__[_CHECKED] = kind, check_experts(module, _NAME)
@@ -118,7 +143,7 @@ def comet_fp8_experts_forward(
     """
     module: Any = experts
     kept = kept_weights(module, partial(_checked_slots, module))
-    routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index), top_k_weights.float())
+    routed = RoutedTokens(hidden_states, _local_ids(module, top_k_index, len(kept.w1)), top_k_weights.float())
     return run_kept(LocalRunner(top_k_index.shape[1]), routed, kept)
 
 
@@ -146,9 +171,51 @@ def check_fp8_experts(experts: Any, name: str) -> None:
     require(ffn_size % FP8_BLOCK == 0, f"ffn_size={ffn_size} of {name} must be a multiple of {FP8_BLOCK}; {_RULE}")
 
 
-def _local_ids(experts: Any, top_k_index: Tensor) -> Tensor:
-    """Ids of this rank's experts, int32; -1 for those of other ranks."""
+def _local_ids(experts: Any, top_k_index: Tensor, count: int) -> Tensor:
+    """Ids of this rank's ``count`` experts, int32; -1 for those of other ranks."""
     ids = top_k_index.to(torch.int32)
     if getattr(experts, "_is_expert_parallel", True):  # older versions do not say
-        ids = ids.masked_fill(ids >= experts.gate_up_proj.shape[0], -1)
+        ids = ids.masked_fill(ids >= count, -1)
     return ids
+
+
+@cache
+def experts_of_ranks(
+    ranks: ProcessGroup, moe: MoEConfig, max_tokens: int, dtype: torch.dtype, device: torch.device
+) -> DataParallelDecode:
+    """The experts of layers of one shape over an EP group, for so many tokens of a rank (collective at the first call).
+
+    transformers has no place that all layers of a model share, and closes nothing of theirs: the memory stays until the
+    process ends.
+    """
+    group = join_expert_group(ranks, moe, max_tokens=max_tokens, dtype=dtype, device=device)
+    return DataParallelDecode(moe, group)
+
+
+class CometEP:
+    """A layer's experts over the ranks of an EP mesh, each with its own tokens: an ``EPImplementation``."""
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        advice = "its ranks share their tokens, which ep_implementation='auto' takes"
+        require(tp_mesh.size() == 1, f"tp_size={tp_mesh.size()} must be 1 with ep_implementation='comet': {advice}")
+        self.experts, self.activation = experts, check_experts(experts, _NAME)
+        self.ranks, self.num_experts = ep_mesh.get_group(), experts.num_experts * ep_mesh.size()
+        _, *sizes = experts.down_proj.shape
+        self.hidden_size, self.ffn_size = reversed(sizes) if is_interleaved(experts) else sizes
+
+    @torch.compiler.disable
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return ``(T, D)``, the weighted sum of each token's experts; the host waits, as transformers' own does."""
+        tokens, w1, w2, biases = operands(self.experts, hidden_states, in_step=False)
+        if is_interleaved(self.experts):
+            w1, biases = gate_first(w1, -2), biases and Biases(gate_first(biases.b1, -1), biases.b2)
+        moe = MoEConfig(
+            hidden_size=self.hidden_size, ffn_size=self.ffn_size, activation=self.activation, balance="none",
+            num_experts=self.num_experts, top_k=top_k_index.shape[1],
+            expert_bias=biases is not None,
+        )  # fmt: skip
+        most = int(largest([len(tokens)], tokens.device, self.ranks)[0])
+        computed = experts_of_ranks(self.ranks, moe, power_of_2(max(most, 1)), tokens.dtype, tokens.device)
+        computed.check()
+        routed = RoutedTokens(tokens, top_k_index.int(), top_k_weights.float())
+        return computed(routed, w1.contiguous(), w2.contiguous(), biases, most_tokens=most)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils import parametrize
 
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
-from comet.integrations.hf.samples import UNFIT, close, filled, sample_rows, samples, twin
 from comet.integrations.hf.settings import explained, read_config
 from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases
@@ -42,6 +42,9 @@ ADAPTED = ".base_layer"  # ends the name of experts whose parameters have adapte
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of a shared expert
 OWN_EP = "_is_expert_parallel"  # transformers' own expert parallelism
 TWO, WIDE, NARROW = 2, 4, 3  # E, D and F of samples
+# A module that cannot run on sample numbers raises one of these.
+UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+SIZES = (0.3, 1.0, 10.0, 1e4)  # Clamps of gate and up show in the largest rows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +282,39 @@ def _calls_of(block: nn.Module, experts: str, shared: str, gate: str | None) -> 
     weight = 1.0 if gate is None else linear(tokens, modules[gate].weight).sigmoid()
     asked = twin(block, _parameters={}, _modules=modules | computed)
     return calls if _answers(asked, 3 * tokens + 5 * weight * tokens, tokens) else []
+
+
+def samples(*shape: int) -> Tensor:
+    """The same random numbers at each call, float64."""
+    return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(47))
+
+
+def sample_rows(width: int) -> Tensor:
+    """Two sample rows of each scale, ``(8, width)``."""
+    return samples(2 * len(SIZES), width) * torch.tensor(2 * SIZES, device="cpu")[:, None]
+
+
+def close(found: Any, wanted: Tensor) -> bool:
+    """Whether rows agree to about float32's rounding."""
+    if not isinstance(found, Tensor) or found.numel() != wanted.numel():
+        return False
+    found = found.reshape(wanted.shape).double()
+    return bool(((found - wanted).abs().amax(-1) <= 1e-5 * wanted.abs().amax(-1)).all())
+
+
+def twin(module: nn.Module, **attributes: Any) -> Any:
+    """A module of the same class and attributes, without hooks, which has other ``_parameters`` and the like."""
+    made: Any = object.__new__(parametrize.type_before_parametrizations(module))
+    made.__dict__ |= {name: value for name, value in vars(module).items() if name != "forward"}
+    made.__dict__ |= {name: {} for name in HOOKS} | {"training": False, "_buffers": {}} | attributes
+    return made
+
+
+def filled(module: nn.Module) -> Any:
+    """A module whose parameters and buffers are alike in all places, on the CPU."""
+    tables: dict[str, Any] = {"_parameters": {}, "_buffers": {}}
+    for table, found in tables.items():
+        for name, each in vars(module)[table].items():
+            dtype = torch.float32 if each is None or each.is_floating_point() else each.dtype
+            found[name] = each if each is None else torch.full_like(each, 1 / 8, device="cpu", dtype=dtype)
+    return twin(module, **tables, _modules={name: filled(each) for name, each in module.named_children()})

@@ -20,9 +20,18 @@ from comet.decode import DecodeWeights, SequenceClock, SharedMatrices, SharedSlo
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.experts.options import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf import gpt_oss
-from comet.integrations.hf.families import ADAPTED, PROJECTIONS, SharedExpert, block_of
-from comet.integrations.hf.samples import UNFIT, close, samples, twin
-from comet.integrations.hf.stored import BIASES
+from comet.integrations.hf.adapters import own_part, unadapted
+from comet.integrations.hf.families import (
+    ADAPTED,
+    PROJECTIONS,
+    UNFIT,
+    SharedExpert,
+    block_of,
+    close,
+    samples,
+    twin,
+)
+from comet.integrations.hf.stored import BIASES, FUSED
 from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.router.router import Router, router_of
 from comet.utils.autocast import alike
@@ -237,12 +246,20 @@ class CometExperts(nn.Module):
         return f"experts {layout.first_expert}..{last} of {layout.num_experts}, slice {layout.tp_rank} of {layout.tp}"
 
 
-def operands(experts: Any, tokens: Tensor, *, in_step: bool) -> tuple[Tensor, Tensor, Tensor, Biases | None]:
+def operands(
+    experts: Any, tokens: Tensor, *, in_step: bool, without_adapters: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Biases | None]:
     """Tokens, w1, w2 and biases of experts with the stock names, in one type; ``in_step`` as of ``gpt_oss.turned``."""
-    weights: Sequence[Tensor] = (experts.gate_up_proj, experts.down_proj)
-    if getattr(experts, "is_transposed", False):
+    is_turned = getattr(experts, "is_transposed", False)
+    if without_adapters:
+        weights: Sequence[Tensor] = [unadapted(experts, name) for name in FUSED]
+        weights = [weight.mT for weight in weights] if is_turned else weights
+    elif is_turned:
         weights = gpt_oss.turned(experts, in_step=in_step)
-    tokens, (w1, w2, b1, b2) = alike(tokens, *weights, *(getattr(experts, name, None) for name in BIASES))
+    else:
+        weights = (experts.gate_up_proj, experts.down_proj)
+    biases = (getattr(experts, name, None) for name in BIASES)
+    tokens, (w1, w2, b1, b2) = alike(tokens, *map(own_part, weights), *biases)
     return tokens, w1, w2, None if b1 is None else Biases(b1, b2)
 
 

@@ -9,6 +9,8 @@ from ranks import in_ranks
 from torch import Tensor
 
 from comet.integrations import hf
+from comet.integrations.hf import by_name
+from comet.integrations.hf.adapters import trained_adapters
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 peft = pytest.importorskip("peft", reason="needs pip install peft")
@@ -74,6 +76,27 @@ def test_learning_adapters_of_experts_gets_the_gradients_of_the_stock_model() ->
         each(prompt(2, 9)).logits.square().mean().backward()
         grads.append({name: p.grad for name, p in each.named_parameters() if "lora" in name and p.requires_grad})
     assert len(grads[0]) == len(grads[1]) > 0
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("rank", "parameters", "is_thin"), [(8, FUSED, True), (16, FUSED[1:], True), (3, FUSED, False)]
+)
+def test_by_name_rows_are_multiplied_with_the_factors_of_adapters(
+    family: str, rank: int, parameters: list[str], is_thin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped GEMMs on a GPU take no rank of 3, whose adapters are added to the weights."""
+    hf.register()
+    model, found, grads = adapted(family, parameters, r=rank), [], []
+    monkeypatch.setattr(by_name, "trained_adapters", lambda each: found.append(trained_adapters(each)) or found[-1])
+    for experts in ("eager", "comet"):
+        model.base_model.model.set_experts_implementation(experts)
+        model.zero_grad()
+        model(prompt(2, 9)).logits.square().mean().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+    assert {each is not None for each in found} == {is_thin}
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, msg=name)
 

@@ -1,6 +1,7 @@
 """transformers' Trainer with Comet's experts by name, as the example runs it: losses and folders of the stock model."""
 
 import ast
+import copy
 import importlib.util
 import subprocess
 import sys
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import prompt, tiny_model
+from ranks import in_ranks
 from tiers import slow
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from comet.integrations import hf
 
 transformers = pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 peft = pytest.importorskip("peft", reason="needs pip install peft")
@@ -61,19 +66,85 @@ def test_losses_and_saved_folders_are_those_of_the_stock_model(
     assert not torch.allclose(saved[1], logits(stock(tmp_path / "base")), atol=1e-2), "nothing was trained"
 
 
+def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    command = [*start, str(EXAMPLE), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+# The last two have a mesh of two dimensions: FSDP2 over four ranks and pairs that share experts, or two replicas.
+@pytest.mark.parametrize(
+    ("family", "kind", "ranks", "replicas"),
+    [
+        ("qwen3_moe", "lora", 2, 1),
+        slow("qwen3_moe", "full", 2, 1),
+        slow("gpt_oss", "lora", 2, 1),
+        slow("gpt_oss", "full", 2, 1),
+        slow("olmoe", "full", 2, 1),
+        slow("qwen3_moe", "full", 4, 1),
+        slow("qwen3_moe", "lora", 4, 2),
+    ],
+)
+def test_ranks_that_share_experts_train_as_one_process(
+    family: str, kind: str, ranks: int, replicas: int, example: Any, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    tiny_model(family).save_pretrained(base)
+    model = example.load(str(base), experts="eager")
+    wanted = example.fine_tune(example.with_lora(model) if kind == "lora" else model, str(tmp_path / "stock"))
+    ended = torchrun(ranks, str(base), str(tmp_path / "comet"), kind, str(ranks), "2", str(replicas))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = [line.removeprefix("losses ") for line in ended.stdout.splitlines() if line.startswith("losses ")]
+    torch.testing.assert_close(ast.literal_eval(told[0]), wanted, **CLOSE)
+    made = (tmp_path / name for name in ("comet", "stock"))
+    saved = [
+        logits(peft.PeftModel.from_pretrained(stock(base), each) if kind == "lora" else stock(each)) for each in made
+    ]
+    torch.testing.assert_close(*saved, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_losses_and_saved_folders_over_two_ranks(family: str, tmp_path: Path) -> None:
-    """The example runs as its first lines say, once with transformers' own experts."""
-    tiny_model(family).save_pretrained(tmp_path / "base")
-    losses, saved = [], []
-    for experts in ("eager", "comet"):
-        given = (str(EXAMPLE), str(tmp_path / "base"), str(tmp_path / experts), "full", "2", experts)
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        ended = subprocess.run([*torchrun, *given], capture_output=True, text=True, timeout=600, check=False)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        told = [line.removeprefix("losses ") for line in ended.stdout.splitlines() if line.startswith("losses ")]
-        losses.append(ast.literal_eval(told[0]))
-        saved.append(logits(stock(tmp_path / experts)))
-    torch.testing.assert_close(losses[1], losses[0], **CLOSE)
-    torch.testing.assert_close(saved[1], saved[0], **CLOSE)
+def test_adapters_of_experts_that_fsdp_divides_are_refused(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    ended = torchrun(4, str(tmp_path / "base"), str(tmp_path / "comet"), "lora", "4", "2")
+    assert "ValueError: ep_size=2 must equal fsdp_size * tp_size = 4" in ended.stderr
+
+
+def test_adapters_on_one_rank_need_not_be_shared(example: Any) -> None:
+    with pytest.raises(ValueError, match="must have LoRA adapters of experts that are divided over ranks"):
+        hf.share_adapters(example.with_lora(tiny_model("qwen3_moe")))
+
+
+@in_ranks(2)
+def test_ranks_bring_as_many_tokens_as_they_have(rank: int, world_size: int) -> None:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    hf.register()
+    kind = EPImplementationInterface()["comet"]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    for family in ("qwen3_moe", "gpt_oss"):
+        experts = tiny_model(family).model.layers[0].mlp.experts.requires_grad_(True)
+        part = copy.deepcopy(experts)
+        for name, weight in experts.named_parameters():
+            setattr(part, name, torch.nn.Parameter(weight.detach().chunk(2)[rank].clone()))
+        part.num_experts //= 2
+        with pytest.raises(ValueError, match=r"tp_size=2 must be 1 with ep_implementation='comet'"):
+            kind(part, mesh["tp"], mesh["ep"])
+        compute = kind(part, mesh["ep"], mesh["tp"])
+        for num_tokens in ((1, 7), (5, 0), (40, 70)):
+            # All ranks draw all tokens, so that each knows the gradients that the other's tokens add.
+            generator = torch.Generator().manual_seed(sum(num_tokens))
+            tokens = torch.randn(sum(num_tokens), tiny_model(family).config.hidden_size, generator=generator)
+            ids = torch.rand(len(tokens), 2 * part.num_experts, generator=generator).topk(2).indices
+            weights = torch.rand(len(tokens), 2, generator=generator)
+            own = slice(num_tokens[0]) if rank == 0 else slice(num_tokens[0], None)
+            wanted = experts(tokens, ids, weights)
+            for learns in (True, False):
+                with torch.set_grad_enabled(learns):
+                    found = compute(tokens[own], ids[own], weights[own])
+                torch.testing.assert_close(found, wanted[own], rtol=1e-4, atol=1e-4)
+                if learns:
+                    grads = torch.autograd.grad(found.square().sum(), list(part.parameters()))
+            whole = torch.autograd.grad(wanted.square().sum(), list(experts.parameters()))
+            for mine, each in zip(grads, whole, strict=True):
+                torch.testing.assert_close(mine, each.chunk(2)[rank], rtol=1e-3, atol=1e-3)
