@@ -117,7 +117,7 @@ def setup_model_and_optimizer(
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     model = model_provider(config, with_comet(spec, group) if group else spec)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, grad_reduce_in_fp32=True
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_fp32=True
     )
     parallel = DistributedDataParallel(config, ddp, Float16Module(config, model) if config.bf16 else model)
     settings = OptimizerConfig(
@@ -180,6 +180,7 @@ def state(model: DistributedDataParallel, optimizer: Any, is_loading: bool) -> d
 
 
 def save(folder: Path, model: DistributedDataParallel, optimizer: Any) -> None:
+    model.start_param_sync(force_sync=True)  # or the next forward pass gathers what the optimizer has written
     folder.mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(state(model, optimizer, False), str(folder))
 

@@ -294,6 +294,10 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, **made))
         self.bias = nn.Parameter(torch.zeros(shape[:2], **made)) if has_bias else None
 
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return both in a type. Megatron gathers the parameters of a module when this module is called."""
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
 
 class CometExperts(nn.Module):
     """``linear_fc1 (e, 2F/TP, h)``, gate rows first, and ``linear_fc2 (e, h, F/TP)``, computed by one of Comet's paths.
@@ -366,9 +370,9 @@ class CometExperts(nn.Module):
         K)`` float32.
         """
         routed = RoutedTokens(in_dtype(tokens, self.dtype), top_k_ids, top_k_weights)
-        named = {name: weight.to(routed.tokens.dtype) for name, weight in self.named_parameters()}
-        w1, w2, *biases = (named[name] for name in STORED if name in named)
-        return self.compute(routed, w1, w2, Biases(*biases) if biases else None).to(tokens.dtype)
+        (w1, b1), (w2, b2) = (linear(routed.tokens.dtype) for linear in (self.linear_fc1, self.linear_fc2))
+        biases = None if b1 is None or b2 is None else Biases(b1, b2)
+        return self.compute(routed, w1, w2, biases).to(tokens.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
