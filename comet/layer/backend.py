@@ -39,7 +39,6 @@ class Backend(ABC):
 
     All methods but those of weights and activation are collective.
 
-    Args:
     Raises:
         ValueError: If the rules do not fit layout and pool.
     """
