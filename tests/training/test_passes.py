@@ -113,6 +113,14 @@ def test_a_sharded_run_repeats_its_bits_and_goes_on_in_another_layout_or_alone(t
     assert len(losses(tmp_path / "alone")) == 6
 
 
+def test_matrices_gathered_in_bfloat16_give_the_losses_of_float32_masters_cast_by_autocast(tmp_path) -> None:
+    job = make_job(tmp_path, dtype="bfloat16", model=LINEAR, output_dir=str(tmp_path / "plain"))
+    sharded = make_job(tmp_path, dtype="bfloat16", model=LINEAR, fsdp=True)
+    run_ranks(shard_and_go_on, 2, job, sharded)
+    assert losses(tmp_path / "out")[0] == losses(tmp_path / "plain")[0], "the first step has the same weights"
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "plain"), rel=2**-8)
+
+
 def test_sharded_steps_are_not_captured() -> None:
     run_ranks(refuse_graph, 2)
 
