@@ -25,6 +25,8 @@ from comet.layout import Biases, ExpertLayout, RoutedTokens
 from comet.moe import MoE
 from comet.schedule.placement import redundant_experts
 
+LARGEST_ID = torch.iinfo(torch.int32).max
+
 
 @torch.inference_mode(mode=False)  # torch counts no writes to tensors that are made in this mode
 def add_redundant_experts(layer: MoE, loads: Sequence[float] | Tensor, copies: int = 1) -> list[list[int]]:
@@ -144,7 +146,9 @@ def holder_ids(top_k_ids: Tensor, choices: Tensor, counts: Tensor, rank: int) ->
     """
     experts = top_k_ids.clamp(0, len(choices) - 1).long()
     turns = torch.arange(rank, rank + len(top_k_ids), device=top_k_ids.device)[:, None] % counts[experts]
-    return choices[experts, turns].where((top_k_ids >= 0) & (top_k_ids < len(choices)), -1)
+    holders = choices.to(top_k_ids.dtype)[experts, turns]
+    # What is no expert stays negative or becomes the largest id, so that the layer inside refuses what it would refuse.
+    return holders.where(top_k_ids < len(choices), LARGEST_ID).where(top_k_ids >= 0, top_k_ids)
 
 
 def with_copies(

@@ -15,6 +15,7 @@ from training_cases import make_group
 
 import comet
 from comet import MoE, MoEConfig
+from comet.errors import StepFailedError
 from comet.layer.sharding import local
 from comet.layout import ExpertLayout
 from comet.redundant_experts import holder_ids, holders_of
@@ -185,6 +186,21 @@ def test_writes_to_weights_are_noticed_and_an_optimizer_keeps_its_parameters(ran
     copied = copy.deepcopy(layer)
     with torch.no_grad(), pytest.raises(ValueError, match="weights have changed since"):
         copied(x)
+
+
+@pytest.mark.parametrize("bad", [-2, 8, 2**31 - 1])
+@in_ranks(2)
+def test_ids_of_no_expert_are_refused_as_they_are_without_copies(rank: int, world_size: int, bad: int) -> None:
+    plain, redundant = layers(2)
+    comet.add_redundant_experts(redundant, LOADS, 2)
+    for layer in (plain, redundant):
+        ids = torch.tensor([[1, bad if rank == 0 else 6]], dtype=torch.int32)
+        with pytest.raises((ValueError, StepFailedError), match="contain"):
+            layer.routed_experts(torch.randn(1, 16), ids, torch.ones(1, 2))
+        layer.group.workspace.restart()
+        with pytest.raises((ValueError, StepFailedError), match="int32"):
+            layer.routed_experts(torch.randn(1, 16), ids.clamp(0, 7).long(), torch.ones(1, 2))
+        layer.group.workspace.restart()
 
 
 def test_holders_of_many_ranks_take_little_memory() -> None:
