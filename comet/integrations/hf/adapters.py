@@ -78,11 +78,10 @@ def own_part(weight: Tensor) -> Tensor:
     return local
 
 
-def unadapted(experts: Any, name: str) -> Tensor:
-    """The weight of experts to which peft adds the product of an adapter's factors; the weight itself without one."""
+def unadapted(experts: Any, name: str) -> Any:
+    """The weight of experts to which peft adds the product of an adapter's factors; ``None`` where there is none."""
     added = getattr(experts, "parametrizations", {})
-    weight: Tensor = added[name].original if name in added else getattr(experts, name)
-    return weight
+    return added[name].original if name in added else getattr(experts, name, None)
 
 
 def trained_adapters(experts: Any) -> Adapters | None:

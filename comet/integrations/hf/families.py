@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
+from comet.integrations.hf.adapters import unadapted
 from comet.integrations.hf.settings import explained, read_config
 from comet.kernels.runtime.activation import Activation
 from comet.layout import Biases
@@ -199,7 +200,8 @@ def check_experts(experts: nn.Module, name: str) -> Activation:
     if is_interleaved(module):
         kinds = [Activation("clamped_swiglu", alpha=module.alpha, limit=module.limit)]
     activation = check_arithmetic(module, name, kinds, ("eager", "batched_mm"))
-    dtype: Any = getattr(module, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
+    # A look at an adapted weight would be recorded for the backward pass, once and not when it is recomputed.
+    dtype = getattr(unadapted(module, "gate_up_proj"), "dtype", None)
     require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
     return activation
 
