@@ -121,8 +121,10 @@ def read_corpus(config: DataConfig, context: int, vocab_size: int = NUM_BYTE_VAL
     require(total > 0, f"{source} must hold text, but all its {len(files)} files together hold 0 bytes")
     parts: Sequence[Text | Tokens] = split_heldout(texts, config.heldout_fraction)
     if vocabulary.unit == "token":
-        encoder = Encoder(vocabulary.tokenizer_json, vocabulary.end_id, config.text_field)
-        parts = read_tokens([files[name] for name in texts], encoder, source).split(config.heldout_fraction)
+        encoder = Encoder(vocabulary.tokenizer_json, vocabulary.end_id)
+        parts = read_tokens([files[name] for name in texts], encoder, source, config.text_field).split(
+            config.heldout_fraction
+        )
         total = sum(map(len, parts))
     for part, text in zip(("training", "held-out"), parts, strict=True):
         require(

@@ -1,16 +1,21 @@
-"""The ids of a run: bytes, or tokens of documents that ``datasets`` reads and that lie packed in a mapped file.
+"""The ids of a run: bytes, or tokens of documents, which lie packed in a mapped file.
 
-``datasets`` keeps what it has read and encoded in its cache, by the content of files and tokenizer, so that only the
-first rank of a host, and no later run, encodes a text.
+A document is a record of JSONL, a row of parquet, or the whole of any other file.
+``datasets`` keeps what it has read and encoded in its cache, by names, sizes and times of files and by tokenizer, so
+that only the first rank of a host, and no later run, encodes a text.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +27,9 @@ from comet.jobs.config import DataConfig
 from comet.models.config import NUM_BYTE_VALUES
 
 PIECE_CHARACTERS = 2**18  # A tokenizer keeps about 100 bytes a token until it has read a whole text.
-KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # others are text, one document a file
+Kind = Literal["json", "parquet", "text"]
+KINDS: Mapping[str, Kind] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+COMPRESSED = ".gz"
 PACKAGES = ("datasets", "transformers")
 
 
@@ -64,6 +71,85 @@ def open_vocabulary(config: DataConfig, vocab_size: int) -> Vocabulary:
     )
 
 
+def kind_of(files: Iterable[Path], source: str) -> Kind:
+    """Return what all files hold, as their names end; ``.gz`` behind that is a compressed file."""
+    kinds = {KINDS.get(Path(path.name.lower().removesuffix(COMPRESSED)).suffix, "text") for path in files}
+    rule = "must hold files of one kind, which their names end in: .parquet, .jsonl, or text"
+    ways = f"{', '.join(sorted(kinds))}: name those of one kind, as data.path='texts/*.jsonl'"
+    require(len(kinds) == 1, f"{source} {rule}, but holds {ways}")
+    return kinds.pop()
+
+
+@dataclass(frozen=True)  # without slots: ``datasets`` knows by the fields what it has read before
+class Documents:
+    """The documents of files, and an empty one behind them, for ``Dataset.from_generator``, which refuses none."""
+
+    files: tuple[Path, ...]
+    kind: Kind
+    field: str  # Name of the text in a record or row.
+    source: str  # in words
+    stamps: tuple[tuple[int, int], ...]  # bytes of every file, and when it was changed
+
+    @classmethod
+    def of(cls, files: Sequence[Path], field: str, source: str) -> Documents:
+        found = [path.stat() for path in files]
+        stamps = tuple((each.st_size, each.st_mtime_ns) for each in found)
+        return cls(tuple(path.absolute() for path in files), kind_of(files, source), field, source, stamps)
+
+    def __call__(self) -> Iterator[dict[str, str]]:
+        yield from ({"text": text} for path in self.files for text in self._read(path))
+        yield {"text": ""}
+
+    def _read(self, path: Path) -> Iterator[str]:
+        """Yield the documents of a file; raise ``ValueError`` that names the record that is none."""
+        from pyarrow import ArrowException
+
+        done, opened = 0, gzip.open if path.name.lower().endswith(COMPRESSED) else open
+        try:
+            with opened(path, "rb") as file:
+                for place, record in _records(self.kind, file, self.field):
+                    text = self._text(record, f"{place} of {path}")
+                    text.encode()  # Escapes of JSON may stand for halves of characters.
+                    yield text
+                    done += 1
+        except (OSError, EOFError, zlib.error, UnicodeError, json.JSONDecodeError, RecursionError, ArrowException) as e:
+            where = f"must hold whole records of {self.kind}, but reading {path} fails after {done} of them"
+            raise ValueError(f"{self.source} {where}: {' '.join(str(e).split())}") from e
+
+    def _text(self, record: Any, place: str) -> str:
+        """The text of a record; empty for ``null``."""
+        if self.kind == "text":
+            return str(record)
+        names = record if isinstance(record, dict) else {}
+        value = names.get(self.field, 0)
+        own = ", ".join(f"{name} ({type(each).__name__})" for name, each in names.items()) or f"{record!r:.40}"
+        rule = f"must be a text field of {self.source}, but {place} has {own}"
+        require(value is None or isinstance(value, str), f"data.text_field={self.field!r} {rule}")
+        return value or ""
+
+
+def _records(kind: Kind, file: Any, field: str) -> Iterator[tuple[str, Any]]:
+    """Yield where each record of an open file is, and the record."""
+    if kind == "parquet":
+        from pyarrow.parquet import ParquetFile
+
+        table = ParquetFile(file)
+        columns = [field] if field in table.schema_arrow.names else None
+        rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+        return
+    lines = TextIOWrapper(file, encoding="utf-8-sig")
+    if kind == "text":
+        yield "the whole", lines.read()
+        return
+    for number, line in enumerate(lines, start=1):
+        if number == 1 and line.lstrip().startswith("["):  # an array of records, not one in each line
+            array = json.loads(line + lines.read())
+            yield from ((f"record {place}", record) for place, record in enumerate(array, start=1))
+        elif line.strip():
+            yield f"line {number}", json.loads(line)
+
+
 class Tokens:
     """Documents behind one another, each before its end token, like a tensor ``(N,)`` of int32; a slice is read."""
 
@@ -92,7 +178,6 @@ class Encoder:
 
     tokenizer_json: str
     end_id: int
-    field: str
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -109,7 +194,7 @@ class Encoder:
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[list[int]]]:
         found = []
-        for text in filter(None, batch[self.field]):
+        for text in filter(None, batch["text"]):
             encoded = self.tokenizer.encode_batch(pieces(text), add_special_tokens=False)
             found.append([token for piece in encoded for token in piece.ids] + [self.end_id])
         return {"tokens": found}
@@ -125,35 +210,23 @@ def pieces(text: str) -> list[str]:
     return found
 
 
-def read_tokens(files: Sequence[Path], encoder: Encoder, source: str) -> Tokens:
+def read_tokens(files: Sequence[Path], encoder: Encoder, source: str, field: str) -> Tokens:
     """Read and encode all documents, in an order that depends on nothing else."""
     import datasets
     from datasets import Dataset, Features, List, Value
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    kinds = {KINDS.get(Path(path.name.removesuffix(".gz")).suffix, "text") for path in files}
-    rule = "must hold files of one kind, which their names end in: .parquet, .jsonl, or text"
-    ways = f"{', '.join(sorted(kinds))}: name those of one kind, as data.path='texts/*.jsonl'"
-    require(len(kinds) == 1, f"{source} {rule}, but holds {ways}")
-    kind, names = kinds.pop(), list(map(str, files))
+    documents, tokens = Documents.of(files, field, source), Features({"tokens": List(Value("int32"))})
     try:
-        if kind == "text":
-            found = Dataset.from_text(names, sample_by="document")
-        elif kind == "json":
-            found = Dataset.from_json(names)
-        else:
-            found = Dataset.from_parquet(names)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        cause = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"{source} must hold whole records of {kind}, but reading fails: {cause}") from error
-    field, columns = encoder.field, found.features
-    is_text = field in columns and columns[field] in (Value("string"), Value("large_string"))
-    own = ", ".join(f"{name} ({kind.dtype})" for name, kind in columns.items())
-    require(is_text, f"data.text_field={field!r} must be a text field of {source}, which has {own}")
-    encoded = found.shuffle(seed=0).map(
-        encoder, batched=True, remove_columns=found.column_names, features=Features({"tokens": List(Value("int32"))})
-    )
+        found: Any = Dataset.from_generator(documents, features=Features({"text": Value("large_string")}))
+        encoded = found.shuffle(seed=0).map(encoder, batched=True, remove_columns=found.column_names, features=tokens)
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ValueError):
+            raise cause from error
+        cache = f"{datasets.config.HF_DATASETS_CACHE}, the folder of datasets, must be one that can be written to"
+        raise ValueError(f"{cache}, with room: {cause}; HF_HOME may name another") from error
     return Tokens(flat(encoded.data.column("tokens")))
 
 

@@ -91,6 +91,59 @@ def test_what_was_encoded_is_found_again_and_other_tokens_are_not(tokenizer, tmp
     assert read_corpus(data_config(tokenizer, jsonl), 32, 300).digest != first.digest
 
 
+def write_lines(path: Path, *records) -> Path:
+    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in records))
+    return path
+
+
+def test_names_of_files_are_no_patterns(tokenizer, tmp_path):
+    for name, text in {
+        "a[1].txt": "one " * 40,
+        "a1.txt": "two " * 50,
+        "b*.txt": "three " * 40,
+        "c::d.txt": "x" * 60,
+    }.items():
+        (tmp_path / name).write_text(text)
+    found = documents_of(read_corpus(data_config(tokenizer, tmp_path), 8, 300))
+    assert found == sorted(["one " * 40, "two " * 50, "three " * 40, "x" * 60])
+
+
+def test_records_need_nothing_but_the_field(tokenizer, tmp_path):
+    """Other fields of any kind, marks of order, empty lines and files, and nulls do no harm."""
+    texts, folder = DOCUMENTS[:6], tmp_path / "texts"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", {"text": texts[0], "of": {"a": 1}}, "", {"of": [2**70], "text": texts[1]})
+    write_lines(folder / "b.JSONL", {"text": None, "url": "x"}, {"text": texts[2], "url": 7}, {"text": ""})
+    (folder / "c.ndjson").write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": texts[3]}).encode() + b"\r\n")
+    (folder / "d.json").write_text(json.dumps([{"text": texts[4]}, {"text": "2020-01-01"}], indent=1))
+    (folder / "e.jsonl").write_text("")
+    (folder / "f.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": texts[5]}).encode()))
+    corpus = read_corpus(data_config(tokenizer, folder), 8, 300)
+    assert documents_of(corpus) == sorted([*texts, "2020-01-01"])
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"text": "a"}, {"body": "b"}], r"but line 2 of .*a\.jsonl has body \(str\)$"),
+        ([{"text": "a"}, {"text": 7}], r"but line 2 of .*a\.jsonl has text \(int\)$"),
+        ([{"text": ["a"]}], r"but line 1 of .*a\.jsonl has text \(list\)$"),
+        (["[1]"], r"but record 1 of .*a\.jsonl has 1$"),
+        ([{"text": "a"}, {"text": "\ud800"}], r"a\.jsonl fails after 1 of them: 'utf-8' codec can't encode"),
+    ],
+)
+def test_a_record_without_text_is_named_by_its_line(records, message, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_corpus(data_config(tokenizer, write_lines(tmp_path / "a.jsonl", *records)), 8, 300)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match=r"file/cache, the folder of datasets, must be one that can be written to"):
+        read_corpus(data_config(tokenizer, write_jsonl(tmp_path / "a.jsonl")), 8, 300)
+
+
 def test_long_documents_are_encoded_in_pieces(monkeypatch):
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 20)
     text = "a" * 50 + "\n" + "b\n" * 40 + "c" * 30
@@ -156,11 +209,17 @@ def test_text_of_other_tokens_does_not_resume(tokenizer, tmp_path):
         ({"end_token": "</s>"}, r"data\.end_token='</s>' must be a token of data\.tokenizer="),
         ({"tokenizer": "endless"}, r"names no end token: data\.end_token must be given"),
         ({"tokenizer": "empty"}, r"data\.tokenizer=.*empty' must hold a tokenizer: one of tokenizer\.json"),
-        ({"text_field": "body"}, r"data\.text_field='body' must be a text field of .* has text \(string\), number"),
+        (
+            {"text_field": "body"},
+            r"data\.text_field='body' must be a text field of .*, but line 1 of .* has text \(str\), number \(int\)",
+        ),
         ({"text_field": "number"}, r"data\.text_field='number' must be a text field of "),
-        ({"path": "cut.jsonl"}, r"data\.path=.*cut\.jsonl' must hold whole records of json, but reading fails: "),
+        (
+            {"path": "cut.jsonl"},
+            r"data\.path=.*cut\.jsonl' must hold whole records of json, but reading .*jsonl fails after 59 of them: ",
+        ),
         ({"path": "bad.txt"}, r"data\.path=.*bad\.txt' must hold whole records of text, .*can't decode byte 0xff"),
-        ({"path": "bad.parquet"}, r"data\.path=.*bad\.parquet' must hold whole records of parquet, but reading fails"),
+        ({"path": "bad.parquet"}, r"data\.path=.*bad\.parquet' must hold whole records of parquet, but reading "),
         ({"path": "blank.jsonl"}, r"of 0 tokens leaves 0 for the training part"),
         ({"path": "none.txt"}, r"must hold text, but all its 1 files together hold 0 bytes"),
         ({"path": "[nb]*"}, r"must hold files of one kind, .* but holds json, parquet, text: name those of one kind"),
