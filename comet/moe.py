@@ -22,7 +22,15 @@ from comet.layer.expert_path import ExpertPath
 from comet.layer.group import ExpertGroup
 from comet.layer.operator import Operand, call
 from comet.layer.paths import make_path
-from comet.layer.sharding import GradReduce, check_own_part, expert_parameter, local, local_weights, require_held
+from comet.layer.sharding import (
+    GradReduce,
+    check_own_part,
+    count_writes,
+    expert_parameter,
+    local,
+    local_weights,
+    require_held,
+)
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import Biases, RoutedTokens
 from comet.router.losses import RouterStats
@@ -136,9 +144,11 @@ class MoE(nn.Module):
         require_held(self.w1, self.w2)
         return super()._apply(fn, recurse)
 
-    def _save_to_state_dict(self, *args: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
         require_held(self.w1, self.w2)
-        super()._save_to_state_dict(*args)
+        super()._save_to_state_dict(destination, prefix, *args)
+        for name, own in self.named_parameters(prefix.removesuffix("."), recurse=False):
+            count_writes(destination[name], own)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         for name, own in self.named_parameters(prefix.removesuffix("."), recurse=False):

@@ -147,7 +147,7 @@ def holder_ids(top_k_ids: Tensor, choices: Tensor, counts: Tensor, rank: int) ->
     experts = top_k_ids.clamp(0, len(choices) - 1).long()
     turns = torch.arange(rank, rank + len(top_k_ids), device=top_k_ids.device)[:, None] % counts[experts]
     holders = choices.to(top_k_ids.dtype)[experts, turns]
-    # What is no expert stays negative or becomes the largest id, so that the layer inside refuses what it would refuse.
+    # The layer inside refuses ids of no expert: negative ones stay as they are, others become the largest id.
     return holders.where(top_k_ids < len(choices), LARGEST_ID).where(top_k_ids >= 0, top_k_ids)
 
 

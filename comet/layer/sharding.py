@@ -102,6 +102,15 @@ def move_part(parameter: nn.Parameter, part: Tensor) -> None:
         parameter.data = part
 
 
+def count_writes(detached: Tensor, own: Tensor) -> None:
+    """Let torch count writes to the part of a detached ``DTensor`` as writes to the part of ``own``.
+
+    ``dcp.load`` writes into such parts. torch's ``detach`` of a ``DTensor`` gives the part a counter of its own.
+    """
+    if isinstance(detached, DTensor) and detached is not own:
+        detached._local_tensor = local(own).detach()
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often torch counted a write to a tensor; 0 for one of inference mode, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -3,12 +3,16 @@
 import copy
 import math
 import random
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import in_ranks
 from tiers import slow
 from training_cases import make_group
@@ -186,6 +190,32 @@ def test_writes_to_weights_are_noticed_and_an_optimizer_keeps_its_parameters(ran
     copied = copy.deepcopy(layer)
     with torch.no_grad(), pytest.raises(ValueError, match="weights have changed since"):
         copied(x)
+
+
+@in_ranks(2)
+def test_a_checkpoint_that_is_loaded_in_place_is_noticed(rank: int, world_size: int) -> None:
+    """``dcp.load`` writes into the parts of ``state_dict()``, whose writes torch would count apart."""
+    plain, layer = layers(2)
+    x = torch.randn(8, 16)
+    with torch.no_grad(), shared_folder(rank) as folder:
+        plain.w2.mul_(2)
+        dcp.save(plain.state_dict(), checkpoint_id=folder)
+        comet.add_redundant_experts(layer, LOADS, 2)
+        dcp.load(layer.state_dict(), checkpoint_id=folder)
+        with pytest.raises(ValueError, match="weights have changed since"):
+            layer(x)
+        comet.add_redundant_experts(layer, LOADS, 2)
+        torch.testing.assert_close(layer(x)[0], plain(x)[0])
+
+
+@contextmanager
+def shared_folder(rank: int) -> Iterator[str]:
+    """A folder of all ranks, which rank 0 makes and removes."""
+    with tempfile.TemporaryDirectory() if rank == 0 else nullcontext("") as folder:
+        names = [folder]
+        dist.broadcast_object_list(names)
+        yield names[0]
+        dist.barrier()
 
 
 @pytest.mark.parametrize("bad", [-2, 8, 2**31 - 1])
