@@ -1,15 +1,17 @@
 """Comet by its name in transformers, ``experts_implementation="comet"``: stock modules keep their weights.
 
 A block FP8 folder meets transformers' own quantiser on the way, which needs accelerate. Without a GPU it dequantises
-the weights, rightly where sizes are at most 128 or multiples of it. On a GPU it keeps experts in FP8, which have a
-class and a registry of their own, and computes all other layers by kernels that it downloads. ``load_pretrained`` needs
-none of it.
+the weights; what it gets wrong there is refused. On a GPU it keeps experts in FP8, which have a class and a registry of
+their own, and computes all other layers by kernels that it downloads. ``load_pretrained`` needs none of it.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,16 @@ from comet.integrations.hf.families import (
 )
 from comet.integrations.hf.fp8 import kept_weights, run_kept
 from comet.integrations.hf.modules import operands
-from comet.integrations.hf.stored import SCALE_DTYPES
+from comet.integrations.hf.stored import (
+    BLOCK_FP8,
+    INDEX_FILE,
+    SCALE_DTYPES,
+    SCALES,
+    SINGLE_FILE,
+    StoredTensor,
+    open_checkpoint,
+    some,
+)
 from comet.kernels.runtime.activation import SWIGLU, Activation
 from comet.kernels.runtime.arguments import power_of_2
 from comet.layer.group import join_expert_group
@@ -44,6 +55,8 @@ from comet.reference.plain import plain_experts
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
 _CHECKED = "_comet_checked"  # attribute for the kind of a module that was checked, and its activation
+_CONFIG = "config.json"
+_SCALE_NAMES = (".weight_scale_inv", ".scale", ".qscale_weight")  # instead of ".weight"
 _RULE = "comet.integrations.hf.load_pretrained(folder) dequantises block FP8, with keep_fp8=True it keeps the experts"
 
 
@@ -79,6 +92,7 @@ def check_named(model: nn.Module) -> None:
     others = f"; {named} do not" if named else ""
     ways = f"convert it, or give experts_implementation={IMPLEMENTATION!r} where experts ask transformers' registry"
     require(bool(found), f"model={type(model).__name__} must have experts that call Comet: {ways}{others}")
+    check_dequantized(getattr(model, "config", None))
     for name, module in found.items():
         if hasattr(module, "gate_up_proj_scale_inv"):
             check_fp8_experts(module, name)
@@ -129,6 +143,7 @@ def _checked_activation(module: Any) -> Activation:
     checked = module.__dict__.get(_CHECKED, (None, SWIGLU))
     if checked[0] != kind:
         checked = module.__dict__[_CHECKED] = kind, check_experts(module, _NAME)
+        check_dequantized(module.config)
     activation: Activation = checked[1]
     return activation
 
@@ -219,3 +234,48 @@ class CometEP:
         computed.check()
         routed = RoutedTokens(tokens, top_k_index.int(), top_k_weights.float())
         return computed(routed, w1.contiguous(), w2.contiguous(), biases, most_tokens=most)
+
+
+def check_dequantized(config: Any) -> None:
+    """Raise ``ValueError`` if transformers dequantised the weights of a model with this configuration wrongly.
+
+    It takes a tensor's rows over those of its scales for the height of a block: 192 rows of two scales become blocks of
+    96. And an element without a scale stays a raw value. Neither can be seen in the model, but both in its folder.
+    """
+    name = getattr(config, "name_or_path", "")
+    if not name or getattr(config, "quantization_config", None) is not None:
+        return  # made without a folder, or kept as it is quantised
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(name, _CONFIG, local_files_only=True, revision=getattr(config, "_commit_hash", None))
+    except OSError:
+        return  # the folder is gone
+    if found is not None:
+        _check_folder(Path(found).parent, Path(found).stat().st_mtime_ns)
+
+
+@cache
+def _check_folder(folder: Path, _written_ns: int) -> None:
+    """Reads no tensor, and the folder once for all layers, until its ``config.json`` is written again."""
+    settings = json.loads((folder / _CONFIG).read_text()).get("quantization_config") or {}
+    has_tensors = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+    if settings.get("quant_method") != "fp8" or not has_tensors:
+        return
+    with ExitStack() as files:
+        tensors = open_checkpoint(folder, files)
+    wrong = [name for name, tensor in tensors.items() if _is_wrong(tensor, tensors, settings.get("weight_block_size"))]
+    rule = f"must have scales, and be one block or whole blocks of {settings.get('weight_block_size')}"
+    advice = "transformers dequantises others wrongly, use comet.integrations.hf.load_pretrained(folder)"
+    require(not wrong, f"{some(wrong)} of {folder} {rule}: {advice}")
+
+
+def _is_wrong(tensor: StoredTensor, tensors: dict[str, StoredTensor], block: list[int] | None) -> bool:
+    if tensor.dtype != BLOCK_FP8:
+        return False
+    names = tensor.name + SCALES, *(tensor.name.removesuffix(".weight") + ending for ending in _SCALE_NAMES)
+    scales = next((tensors[name] for name in names if name in tensors), None)
+    if scales is None:
+        return True
+    sizes = zip(tensor.shape[-2:], scales.shape[-2:], block or (), strict=False)
+    return any(count > 1 and size % side for size, count, side in sizes)

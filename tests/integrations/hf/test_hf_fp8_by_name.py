@@ -142,14 +142,44 @@ def from_folder(folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="comet", dtype=torch.float32).eval()
 
 
+# D, F and the width of a head; what transformers gets wrong; whether that is a part of the experts.
+WIDTHS = [
+    ((128, 256, 32), ""),
+    ((96, 64, 32), ""),
+    ((256, 192, 32), r"experts\.\d\.down_proj"),
+    ((192, 256, 32), "down_proj"),
+    ((256, 256, 48), r"self_attn\.o_proj"),
+]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
-@pytest.mark.parametrize("sizes", [(128, 256, 32), (96, 64, 32)])
-def test_folders_that_transformers_dequantises(tmp_path: Path, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("sizes", "wrong"), WIDTHS)
+def test_what_transformers_dequantises_wrongly_is_refused(
+    tmp_path: Path, sizes: tuple[int, int, int], wrong: str
+) -> None:
     names = dict(zip(("hidden_size", "moe_intermediate_size", "head_dim"), sizes, strict=True))
     published(tmp_path, "qwen3_moe", intermediate_size=128, **names)
     model, expected = from_folder(tmp_path), Expected.of(stock(tmp_path))
-    hf.check(model)
-    expected.check(model, str(sizes))
+    if not wrong:
+        hf.check(model)
+        expected.check(model, str(sizes))
+        return
+    model.set_experts_implementation("eager")
+    assert (model(expected.ids).logits - expected.logits).abs().max() > 0.1, "transformers is right now"
+    model.set_experts_implementation("comet")
+    for call in (hf.check, lambda model: model(prompt(1, 3))):
+        with pytest.raises(ValueError, match=rf"{wrong}\.weight.* must have scales, and be .*load_pretrained"):
+            call(model)
+    expected.check(hf.load_pretrained(tmp_path), "loaded by Comet")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
+def test_attention_without_scales(tmp_path: Path) -> None:
+    published(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    edit_state(tmp_path, lambda state: state.pop(f"{name}_scale_inv"))
+    with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):
+        from_folder(tmp_path)(prompt(1, 3))
 
 
 @pytest.mark.parametrize("in_inference_mode", [False, True])
