@@ -71,7 +71,7 @@ def test_a_reader_that_leaves_early_is_no_mistake(words, tmp_path):
     assert "BrokenPipe" not in err
 
 
-TASK_NAMES = "must be one of train, generate, tune, sweep, modular, compile"
+TASK_NAMES = "must be one of train, generate, tune, sweep, modular, place, export, compile"
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -32,7 +32,8 @@ def aot_cases():
         note.with_suffix(".part").write_text(str(os.getpid()))
         note.with_suffix(".part").rename(note)
         time.sleep(600)
-    return [types.SimpleNamespace(kernel="a kernel", name="a case")]
+    source = types.SimpleNamespace(hash=lambda: "a hash")
+    return [types.SimpleNamespace(kernel="a kernel", name="a case", source=source, options="", expects=())]
 """
 STARTER = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 
