@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import AdamW
 
 from comet.comm.handshake import PATIENCE, patience
@@ -69,11 +70,17 @@ class Checkpointer:
     path: Path | None = field(default=None, init=False)  # the last checkpoint that was saved or loaded
     _pending: tuple[Path, Future[Any]] | None = field(default=None, init=False)  # the save in the background
     _ranks: ProcessGroup | None = field(default=None, init=False)  # for collectives apart from those of training
+    _stager: DefaultStager | None = field(default=None, init=False)  # keeps the memory of copies from save to save
 
     def __enter__(self) -> Self:
-        if self.in_background and self.group.world_size > 1:
+        if not self.in_background:
+            return self
+        on_gpu = self.group.device.type == "cuda"
+        options = dict(use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu)
+        self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **options))
+        if self.group.world_size > 1:
             self._ranks = dist.new_group(backend="gloo", timeout=PATIENCE)
-        elif self.in_background:  # ``alone_on_purpose`` ends before torch's thread warns.
+        else:  # ``alone_on_purpose`` ends before torch's thread warns.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         return self
 
@@ -81,6 +88,8 @@ class Checkpointer:
         """Let the save that is under way end, even after an error of training."""
         if self._pending is not None:
             wait([self._pending[1]])
+        if self._stager is not None:
+            self._stager.close()
         if self._ranks is not None:
             dist.destroy_process_group(self._ranks)
 
@@ -103,7 +112,8 @@ class Checkpointer:
             part = from_first_rank(partial(self._open, step))
             writer = Writer(part, partial(self._complete, part, step))
             if self.in_background:
-                saved: Any = dcp.async_save(tensors, storage_writer=writer, process_group=self._ranks)
+                aside: dict[str, Any] = dict(process_group=self._ranks, async_stager=self._stager)
+                saved: Any = dcp.async_save(tensors, storage_writer=writer, **aside)
                 self._pending = part, saved
             else:
                 with alone_on_purpose():
