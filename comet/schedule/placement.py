@@ -95,7 +95,7 @@ def redundant_experts(loads: Sequence[float], num_ranks: int, copies: int) -> li
     rows, own = np.asarray(loads, dtype=np.float64) / (max(loads) or 1.0), len(loads) // num_ranks
     most = len(rows) - own
     require(copies in range(most + 1), f"copies={copies!r} must be 0 to {most}, the experts of the other ranks")
-    holds = np.arange(len(rows))[:, None] // own == np.arange(num_ranks)
+    holds = who_holds(len(rows), num_ranks)
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     for _ in range(num_ranks * copies):
         holders, totals = holds.sum(1), shared_loads(rows, holds)
@@ -109,6 +109,17 @@ def redundant_experts(loads: Sequence[float], num_ranks: int, copies: int) -> li
         held[rank].append(int(expert))
         holds[expert, rank] = True
     return [sorted(each) for each in held]
+
+
+def who_holds(num_experts: int, num_ranks: int, copies: Sequence[Sequence[int]] = ()) -> np.ndarray:
+    """``(E, ranks)`` bool: which rank holds which expert, of its own or as a copy.
+
+    Example: two experts over two ranks, rank 1 with a copy of expert 0: ``[[True, True], [False, True]]``.
+    """
+    holds = np.arange(num_experts)[:, None] // (num_experts // num_ranks) == np.arange(num_ranks)
+    for rank, experts in enumerate(copies):
+        holds[list(experts), rank] = True
+    return holds
 
 
 def shared_loads(loads: np.ndarray, holds: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from comet.config import require
-from comet.schedule.placement import imbalance, place, rank_loads, redundant_experts, shared_loads
+from comet.schedule.placement import imbalance, place, rank_loads, redundant_experts, shared_loads, who_holds
 from comet.training.checkpoint import alone_on_purpose, cause_of, read_whole
 from comet.training.checkpoint_files import Writer
 from comet.training.checkpoint_folder import (
@@ -91,9 +91,7 @@ def gain(chosen_from: list[float], judge: list[float], order: list[int], num_ran
     copied = []
     for copies in COPIES:
         held = redundant_experts(chosen_from, num_ranks, min(copies, len(judge) - len(judge) // num_ranks))
-        holds = np.arange(len(judge))[:, None] // (len(judge) // num_ranks) == np.arange(num_ranks)
-        for rank, experts in enumerate(held):
-            holds[experts, rank] = True
+        holds = who_holds(len(judge), num_ranks, held)
         copied.append(imbalance(shared_loads(np.array(judge), holds).tolist()))
     placed = rank_loads([judge[expert] for expert in order], num_ranks)
     return LayerGain(imbalance(rank_loads(judge, num_ranks)), imbalance(placed), copied)

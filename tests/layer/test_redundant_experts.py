@@ -23,7 +23,7 @@ from comet.errors import StepFailedError
 from comet.layer.sharding import local
 from comet.layout import ExpertLayout
 from comet.redundant_experts import holder_ids, holders_of
-from comet.schedule.placement import imbalance, pack, place, rank_loads, redundant_experts, shared_loads
+from comet.schedule.placement import imbalance, pack, place, rank_loads, redundant_experts, shared_loads, who_holds
 
 CONFIG = MoEConfig(hidden_size=16, ffn_size=32, num_experts=8, top_k=2, shared_ffn_size=16, expert_bias=True)
 # Most rows go to experts 1 and 6.
@@ -40,6 +40,7 @@ def test_the_examples_of_the_docstrings() -> None:
     assert (rank_loads([5, 4, 1, 2], 2), imbalance([9, 3]), imbalance([0, 0])) == ([9, 3], 1.5, 1.0)
     assert (pack([5, 4, 1, 2], 2), place([5, 4, 1, 2], 2)) == ([[0, 2], [1, 3]], [0, 2, 1, 3])
     assert redundant_experts([4, 1, 1, 2], 2, 1) == [[], [1]]
+    assert who_holds(2, 2, [[], [0]]).tolist() == [[True, True], [False, True]]
     layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=0)
     assert holders_of([[3], []], layout, 1) == [[0], [1], [3], [4, 2]]
     choices, counts = torch.tensor([[0, 0], [1, 0], [3, 0], [4, 2]]), torch.tensor([1, 1, 1, 2])
@@ -69,7 +70,7 @@ def test_groups_that_do_not_fit_the_ranks_are_refused() -> None:
 def test_copies_never_make_a_rank_heavier_than_the_heaviest_was(seed: int) -> None:
     loads, num_ranks, copies = zipf(32, seed), (2, 4, 8)[seed % 3], 1 + seed % 4
     held = redundant_experts(loads, num_ranks, copies)
-    holds = np.arange(32)[:, None] // (32 // num_ranks) == np.arange(num_ranks)
+    holds = who_holds(32, num_ranks)
     for rank, experts in enumerate(held):
         assert len(experts) <= copies
         assert not holds[experts, rank].any(), "no rank holds an expert twice"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refusal
 from text_cases import make_tokenizer
 from training_cases import Rank, losses, make_text
 
@@ -63,10 +64,9 @@ def test_a_full_disk_leaves_no_folder(run, tmp_path, monkeypatch, capfd):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Writer, "write_data", write_data)
-    with pytest.raises(SystemExit):
-        main([str(run), "--ep", "4", "--output-dir", str(tmp_path / "placed")])
-    wanted = f"comet: error: checkpoint {tmp_path}/placed/step-000008 cannot be written: [Errno 28] No space left"
-    assert wanted in capfd.readouterr().err
+    refused = refusal(capfd, "place", str(run), "--ep", "4", "--output-dir", str(tmp_path / "placed"))
+    wanted = f"checkpoint {tmp_path}/placed/step-000008 cannot be written: [Errno 28] No space left"
+    assert refused.startswith(wanted)
     assert not (tmp_path / "placed").exists()
 
 
@@ -83,9 +83,7 @@ def test_what_cannot_be_placed_is_refused(run, tmp_path, capfd):
         ([str(tmp_path), "--ep", "2"], f"source='{tmp_path}' must hold a checkpoint"),
         ([str(run), "--ep", "2", "--output-dir", str(tmp_path)], "must not be there yet"),
     ):
-        with pytest.raises(SystemExit):
-            main(words)
-        assert why in capfd.readouterr().err
+        assert why in refusal(capfd, "place", *words)
     (run / "metrics.jsonl").rename(run / "gone")
     with pytest.raises(ValueError, match=r"must hold metrics.jsonl"):
         find_placement(str(run), 2)
