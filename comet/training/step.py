@@ -117,9 +117,10 @@ class TrainStep:
         if index and gradients:
             sums = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
             torch._foreach_add_(sums, [local(gradient) for gradient in gradients])
-        for parameter, gradient in zip(self._parameters, [] if index else gradients, strict=False):
-            # The next pass may overwrite its gradients.
-            parameter.grad = gradient if self.num_passes == 1 else gradient.clone()
+        elif gradients:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                # The next pass may overwrite its gradients.
+                parameter.grad = gradient if self.num_passes == 1 else gradient.clone()
         dropped_rows = loss.new_zeros(())
         if self.capacity is not None:  # All ranks of a group count a share of what an expert drops.
             load = expert_load.clone()

@@ -133,9 +133,8 @@ def _checked_activation(module: Any) -> Activation:
 
     peft gives experts with adapters a class of their own at each call.
     """
-    own = type_before_parametrizations(module)  # peft makes another class at each call
     kind = (
-        own,
+        type_before_parametrizations(module),
         unadapted(module, "down_proj").dtype,
         getattr(module, "act_fn", None),
         module.__dict__.get("_apply_gate"),
